@@ -1,0 +1,1 @@
+"""KV that travels: block keys, leases, and the transfer of pages between replicas."""
