@@ -1,0 +1,1 @@
+"""Model files: where they are, how they get here, and the text side of them (tokenizer, chat template)."""
