@@ -1,0 +1,75 @@
+"""What the documentation says is what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvrelay import config, config_docs
+
+ROOT = Path(__file__).parents[2]
+OPERATING = ROOT / "docs/operating.md"
+ARCHITECTURE = ROOT / "docs/architecture.md"
+PATH_IN_TEXT = re.compile(r"`((?:[a-z_0-9.]+/)*[a-z_A-Z0-9.-]+(?:\.(?:py|proto|lua|md|yml|toml)|/))`")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_flag_tables_are_generated_from_the_configuration():
+    text = OPERATING.read_text()
+    assert config_docs.spliced(text) == text, "run `make gen`"
+
+
+def test_ports_in_the_documentation_are_those_of_the_code():
+    rows = dict(re.findall(r"^\| (\w+) \| (\d{5})", OPERATING.read_text(), flags=re.MULTILINE))
+    assert rows == {
+        "router": str(config.ROUTER_PORT),
+        "registry": str(config.REGISTRY_PORT),
+        "prefill": str(config.PREFILL_PORT),
+        "decode": str(config.DECODE_PORT),
+    }
+
+
+def test_metrics_in_the_documentation_are_those_of_the_code():
+    documented = set(re.findall(r"^\| `((?:gen_ai|kvrelay)\.[a-z_.]+)`", OPERATING.read_text(), flags=re.MULTILINE))
+    source = "".join(path.read_text() for path in (ROOT / "kvrelay").glob("telemetry*.py"))
+    source += "".join(path.read_text() for path in (ROOT / "kvrelay/telemetry").rglob("*.py"))
+    in_code = set(re.findall(r'"((?:gen_ai\.server|kvrelay)\.[a-z_.]+)"', source))
+    assert documented == in_code
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_named_in_the_documentation_exist(document):
+    named = PATH_IN_TEXT.findall(document.read_text())
+    missing = [name for name in named if not _exists(name, document)]
+    assert missing == []
+
+
+def _exists(name: str, document: Path) -> bool:
+    places = (ROOT / name, document.parent / name)
+    return any(place.exists() for place in places) or any(ROOT.glob(f"*/{name}")) or any(ROOT.glob(f"kvrelay/*/{name}"))
+
+
+def test_architecture_has_one_line_for_every_module():
+    text = ARCHITECTURE.read_text()
+    packages = ("kvrelay", "router", "prefill_svc", "decode_svc", "kv_registry")
+    modules = [path.relative_to(ROOT) for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    wanted = [path for path in modules if path.name not in ("__init__.py", "__main__.py") and "v1" not in path.parts]
+    missing = [str(path) for path in wanted if f"`{path}`" not in text]
+    assert missing == []
+
+
+def test_make_targets_named_in_the_documentation_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for document in DOCUMENTS:
+        named = set(re.findall(r"`make ([a-z-]+)", document.read_text()))
+        assert named <= targets, document
+
+
+def test_flags_named_in_the_documentation_exist():
+    known = {config.flag_name(name) for cls in config_docs.PROCESSES.values() for name in cls.__dataclass_fields__}
+    cli = "".join(path.read_text() for path in (ROOT / "kvrelay").rglob("*.py"))
+    known |= set(re.findall(r'"(--[a-z][a-z-]+)"', cli))
+    elsewhere = {"--json", "--quick", "--build", "--file", "--target", "--tag", "--model"}  # bench and docker
+    for document in DOCUMENTS:
+        named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", document.read_text()))
+        assert named <= known | elsewhere, document
