@@ -70,14 +70,14 @@ define generate
 		--mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/kvrelay/v1/*.proto
 endef
 
-gen: $(GEN_VENV)/.installed venv ## Generate kvrelay/v1 from proto/, and the flag tables from kvrelay/config.py
+gen: $(GEN_VENV)/.installed venv ## Generate kvrelay/v1 from proto/, and the generated parts of docs/
 	$(call generate,.)
-	$(BIN)/python -m kvrelay.config_docs docs/operating.md
+	$(BIN)/python -m docs.generate
 
 gen-check: $(GEN_VENV)/.installed ## Fail when kvrelay/v1 is not what proto/ generates
 	@rm -rf build/gen && mkdir -p build/gen
 	@$(call generate,build/gen)
-	@diff --recursive --exclude=__pycache__ build/gen/kvrelay/v1 kvrelay/v1 || \
+	@diff --recursive --exclude=__pycache__ --exclude=__init__.py build/gen/kvrelay/v1 kvrelay/v1 || \
 		{ echo "kvrelay/v1 is stale: run 'make gen' and commit" >&2; exit 1; }
 
 bench: venv-dev ## Run a benchmark: make bench BENCH=fleet ARGS=--quick

@@ -1,0 +1,1 @@
+"""Generated from proto/kvrelay/v1 by `make gen`."""
