@@ -1,0 +1,1 @@
+"""Everything between kvrelay's values and the wire: servers, channels, errors, deadlines, conversions."""
