@@ -109,7 +109,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Read a prompt and lease its KV from `held_tokens` on."""
+    """Read a prompt and lease its KV from `held_tokens` on. Fails as Unavailable when its lease ends before that."""
 
     job_id: JobId
     prompt: Prompt
@@ -143,7 +143,10 @@ class PiecesReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokenKnown:
-    """The prefill replica chose the first token and the front has passed it on: it is final."""
+    """The prefill replica chose the first token and the front has passed it on: it is final.
+
+    No token is told before it, even when the first token was forced. Answered by Ended if it completes the answer.
+    """
 
     job_id: JobId
     token: int
@@ -152,7 +155,11 @@ class FirstTokenKnown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The owner's answer about a finished pull. Not valid: the pulled pages are dropped, the job waits for orders."""
+    """The owner's answer about a finished pull.
+
+    Not valid: what was pulled is dropped and the job waits for orders. That is also how the front gives up on a lease
+    whose prefill replica failed, at any time: the job then holds no room while the next one is asked.
+    """
 
     job_id: JobId
     lease_id: str
@@ -261,7 +268,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A Generate was taken in; `tokens` of its prefix are held and pinned here."""
+    """A Generate was taken in; `tokens` of its prefix are held here, and pinned if the prompt comes from elsewhere."""
 
     job_id: JobId
     tokens: int
@@ -322,7 +329,11 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullFailed:
-    """The pull failed or its deadline passed; the job waits for AttachLease or ReadLocally. `reason` is one word."""
+    """The pull failed; the job waits for AttachLease or ReadLocally.
+
+    `reason` is one word: "timeout" (no progress), "refused", "layout" or "short" (the lease does not fit), "gap" or
+    "evicted" (the prefix held here had to give way: lease from token 0), or what the transport says.
+    """
 
     job_id: JobId
     lease_id: str

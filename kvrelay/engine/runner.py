@@ -43,6 +43,8 @@ class Draw:
 class Slice:
     """One (sequence, chunk) pair of a batch.
 
+    `ids` and `pages` are the engine's own and grow in place: a runner keeps no view of their memory after `run`.
+
     Attributes:
         ids: all tokens of the sequence so far; positions [start, start + length) are computed now.
         start: tokens whose KV is already in the pages.
