@@ -27,6 +27,7 @@ LEASE_TTL_S = 30.0
 LEASE_EXTENSION_INTERVAL_S = 5.0
 VERDICT_KEPT_S = 30.0
 REQUEST_DEADLINE_S = 600.0
+CONTROL_DEADLINE_S = 10.0
 RESERVATION_PENDING_TTL_S = 3.0
 RESERVE_DEADLINE_S = 0.05
 DRAIN_TIMEOUT_S = 30.0
@@ -127,6 +128,20 @@ class ReplicaConfig(ServerConfig, EngineConfig):
     heartbeat_interval_s: float = option(HEARTBEAT_INTERVAL_S, "time between heartbeats, s")
     liveness_ttl_s: float = option(LIVENESS_TTL_S, "time without heartbeat after which a replica counts as dead, s")
     lease_ttl_s: float = option(LEASE_TTL_S, "life of a lease without extension, s")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpConfig:
+    """A fleet on this machine, as `kvrelay up` starts it."""
+
+    prefill: int = option(1, "replicas that only prefill")
+    decode: int = option(1, "replicas that only decode")
+    both: int = option(0, "replicas that do both")
+    redis_url: str = option("", "Redis or Valkey to use; empty: an embedded Valkey, gone with the fleet")
+    ports: str = option("default", "the documented ports, or any free ones", choices=("default", "free"))
+    on_exit: str = option("restart", "when a process dies: start it again, or end the fleet", choices=("restart", "fail"))
+    start_timeout_s: float = option(180.0, "longest wait until every process is ready, s")
+    state_dir: str = option(".kvrelay", "directory of fleet.json, which tells addresses and process ids")
 
 
 def env_name(field: str) -> str:
