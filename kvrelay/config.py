@@ -124,7 +124,7 @@ class ReplicaConfig(ServerConfig, EngineConfig):
 
     role: str = option("both", "what the replica does", choices=("prefill", "decode", "both"))
     replica_id: str = option("", "stable name; empty: role and port")
-    registry: str = option(f"127.0.0.1:{REGISTRY_PORT}", "registry address, host:port")
+    registry: str = option(f"127.0.0.1:{REGISTRY_PORT}", "registry address, host:port; empty: stands alone")
     heartbeat_interval_s: float = option(HEARTBEAT_INTERVAL_S, "time between heartbeats, s")
     liveness_ttl_s: float = option(LIVENESS_TTL_S, "time without heartbeat after which a replica counts as dead, s")
     lease_ttl_s: float = option(LEASE_TTL_S, "life of a lease without extension, s")

@@ -48,7 +48,8 @@ class PrefillServicer(object):
 
     def Start(self, request, context):
         """Computes the KV of a prompt, leases it to the caller and samples the first token.
-        The stream is: granted, ready (one or more, the last with all = true), first_token. Cancelling it frees everything.
+        The stream is: granted, ready (one or more, the last with all = true), first_token. It then stays open for as long as
+        the lease lives. Cancelling it at any time frees everything, so a puller that dies leaves nothing behind.
         INVALID_ARGUMENT for bad input, RESOURCE_EXHAUSTED when its queue is full, UNAVAILABLE while draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

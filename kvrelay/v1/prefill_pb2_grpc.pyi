@@ -35,7 +35,8 @@ class PrefillStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Start: _grpc.UnaryStreamMultiCallable[_prefill_pb2.StartRequest, _prefill_pb2.StartResponse]
     """Computes the KV of a prompt, leases it to the caller and samples the first token.
-    The stream is: granted, ready (one or more, the last with all = true), first_token. Cancelling it frees everything.
+    The stream is: granted, ready (one or more, the last with all = true), first_token. It then stays open for as long as
+    the lease lives. Cancelling it at any time frees everything, so a puller that dies leaves nothing behind.
     INVALID_ARGUMENT for bad input, RESOURCE_EXHAUSTED when its queue is full, UNAVAILABLE while draining.
     """
 
@@ -46,7 +47,8 @@ class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Start: _aio.UnaryStreamMultiCallable[_prefill_pb2.StartRequest, _prefill_pb2.StartResponse]  # type: ignore[assignment]
     """Computes the KV of a prompt, leases it to the caller and samples the first token.
-    The stream is: granted, ready (one or more, the last with all = true), first_token. Cancelling it frees everything.
+    The stream is: granted, ready (one or more, the last with all = true), first_token. It then stays open for as long as
+    the lease lives. Cancelling it at any time frees everything, so a puller that dies leaves nothing behind.
     INVALID_ARGUMENT for bad input, RESOURCE_EXHAUSTED when its queue is full, UNAVAILABLE while draining.
     """
 
@@ -60,7 +62,8 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.StartResponse], _abc.AsyncIterator[_prefill_pb2.StartResponse]]:
         """Computes the KV of a prompt, leases it to the caller and samples the first token.
-        The stream is: granted, ready (one or more, the last with all = true), first_token. Cancelling it frees everything.
+        The stream is: granted, ready (one or more, the last with all = true), first_token. It then stays open for as long as
+        the lease lives. Cancelling it at any time frees everything, so a puller that dies leaves nothing behind.
         INVALID_ARGUMENT for bad input, RESOURCE_EXHAUSTED when its queue is full, UNAVAILABLE while draining.
         """
 

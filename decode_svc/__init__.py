@@ -1,0 +1,1 @@
+"""Decode replicas: write answers, pulling prompts' KV from prefill replicas."""

@@ -1,0 +1,1 @@
+"""The front side of a replica: engine bridge, membership, lease service, process."""

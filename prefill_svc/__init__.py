@@ -1,0 +1,1 @@
+"""Prefill replicas: read prompts and lease their KV."""
