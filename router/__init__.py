@@ -1,0 +1,1 @@
+"""The router: owns text, knows the fleet, sends each request where its prefix lies."""
