@@ -1,7 +1,5 @@
 """What routers count beside the metrics that all parts share."""
 
-from opentelemetry.metrics import Counter, Meter
-
 from kvrelay.telemetry import Telemetry
 
 
@@ -14,10 +12,17 @@ class RouterMetrics:
     def __init__(self, telemetry: Telemetry, *, model: str) -> None:
         self._shared = telemetry.metrics
         self._model = model
-        self._prompt = _counter(telemetry.meter, "prompt", "Prompt tokens of dispatched requests")
-        self._available = _counter(telemetry.meter, "available", "Of these, cached somewhere in the fleet")
-        self._captured = _counter(telemetry.meter, "captured", "Of these, cached on a replica that was chosen")
-        self._retries = telemetry.meter.create_counter(
+        meter = telemetry.meter
+        self._prompt = meter.create_counter(
+            "kvrelay.tokens.prompt", unit="{token}", description="Prompt tokens of dispatched requests"
+        )
+        self._available = meter.create_counter(
+            "kvrelay.tokens.available", unit="{token}", description="Of these, cached somewhere in the fleet"
+        )
+        self._captured = meter.create_counter(
+            "kvrelay.tokens.captured", unit="{token}", description="Of these, cached on a replica that was chosen"
+        )
+        self._retries = meter.create_counter(
             "kvrelay.router.retries", unit="{attempt}", description="Attempts after the first, by what ended the last"
         )
 
@@ -38,7 +43,3 @@ class RouterMetrics:
             self._shared.first_token(ttft_s, model=self._model)
         if tpot_s:
             self._shared.output_token(tpot_s, model=self._model)
-
-
-def _counter(meter: Meter, name: str, description: str) -> Counter:
-    return meter.create_counter(f"kvrelay.tokens.{name}", unit="{token}", description=description)
