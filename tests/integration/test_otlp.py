@@ -1,16 +1,11 @@
 """Export to an OTLP collector: what arrives, and that nobody waits for a collector that is away."""
 
-# ruff: noqa: N802 - gRPC names the methods of servicers
-
 import socket
 import threading
 import time
-from concurrent import futures
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from support.collector import collecting
 
 from kvrelay.config import TelemetryConfig
 from kvrelay.telemetry import EXPORT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S, SPAN_QUEUE_MAX, Telemetry
@@ -19,57 +14,10 @@ MARGIN_S = 10.0
 """What a loaded machine may add to a promised bound."""
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Keeps what is exported to it."""
-
-    def __init__(self):
-        self.spans = []
-        self.metrics = []
-        self.service_names = set()
-        self.answers = threading.Event()
-        self.answers.set()
-
-    def add(self, server):
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(self), server)
-        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(self), server)
-
-
-class _Traces(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self, collector):
-        self.collector = collector
-
-    def Export(self, request, _context):
-        self.collector.answers.wait(60)
-        for resource in request.resource_spans:
-            names = {each.key: each.value.string_value for each in resource.resource.attributes}
-            self.collector.service_names.add(names["service.name"])
-            for scope in resource.scope_spans:
-                self.collector.spans.extend(scope.spans)
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
-    def __init__(self, collector):
-        self.collector = collector
-
-    def Export(self, request, _context):
-        self.collector.answers.wait(60)
-        for resource in request.resource_metrics:
-            for scope in resource.scope_metrics:
-                self.collector.metrics.extend(metric.name for metric in scope.metrics)
-        return metrics_service_pb2.ExportMetricsServiceResponse()
-
-
 @pytest.fixture
 def collector():
-    collector = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
-    collector.add(server)
-    collector.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield collector
-    collector.answers.set()
-    server.stop(None).wait(MARGIN_S)
+    with collecting() as collector:
+        yield collector
 
 
 def shutdown_takes_s(telemetry):

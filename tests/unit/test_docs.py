@@ -36,10 +36,9 @@ def test_ports_in_the_documentation_are_those_of_the_code():
 
 
 def test_metrics_in_the_documentation_are_those_of_the_code():
-    documented = set(re.findall(r"^\| `((?:gen_ai|kvrelay)\.[a-z_.]+)`", OPERATING.read_text(), flags=re.MULTILINE))
-    source = "".join(path.read_text() for path in (ROOT / "kvrelay").glob("telemetry*.py"))
-    source += "".join(path.read_text() for path in (ROOT / "kvrelay/telemetry").rglob("*.py"))
-    in_code = set(re.findall(r'"((?:gen_ai\.server|kvrelay)\.[a-z_.]+)"', source))
+    documented = set(re.findall(r"^\| `((?:gen_ai|kvrelay|rpc)\.[a-z_.]+)`", OPERATING.read_text(), flags=re.MULTILINE))
+    source = "".join(path.read_text() for package in generate.PACKAGES for path in (ROOT / package).rglob("*.py"))
+    in_code = set(re.findall(r'\.create_\w+\(\s*"([a-z_.]+)"', source))
     assert documented == in_code
 
 
