@@ -93,7 +93,8 @@ class PeerChannel(grpc.aio.Channel):
         """Close once running calls have ended, after `grace` seconds at the latest; None: at once."""
         if grace:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), grace)
+                async with asyncio.timeout(grace):
+                    await self._idle.wait()
         self._closed = True
         await self._inner.close()
 

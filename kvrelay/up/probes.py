@@ -23,7 +23,8 @@ async def is_ready(spec: ChildSpec) -> bool:
     """Whether a child of a real fleet is ready: the store answers, a server's own health check passes."""
     if spec.kind is Kind.STORE:
         try:
-            return await asyncio.wait_for(answers_ping(spec.address), PROBE_TIMEOUT_S)
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return await answers_ping(spec.address)
         except TimeoutError:
             return False
     return await is_serving(spec.address)
