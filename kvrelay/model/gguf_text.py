@@ -62,6 +62,7 @@ def _tokenizer(fields: dict[str, Any], tokens: list[str], path: Path) -> Tokeniz
     kind = fields["tokenizer.ggml.model"]
     if kind != "gpt2":
         raise InvalidArgument("model", f"{path} has a tokenizer of kind {kind!r}; supported in GGUF files: 'gpt2'")
+    require(fields.get("tokenizer.ggml.merges"), "tokenizer.ggml.merges", path)
     pre = fields.get("tokenizer.ggml.pre", "gpt-2")
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
