@@ -1,6 +1,7 @@
 """The blocking client: the asyncio client on an event loop of its own, in one thread."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -120,14 +121,16 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvrelay-client", daemon=True)
         self._thread.start()
+        self._lock = threading.Lock()  # work is handed over before `stop` winds it up, or refused
         self.running = True
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` to its end; interrupting the wait (Ctrl-C) cancels it. What bounds the wait is in `work`."""
-        if not self.running:
-            work.close()
-            raise RuntimeError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if not self.running:
+                work.close()
+                raise RuntimeError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -135,9 +138,23 @@ class _LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the loop and its thread."""
-        self.running = False
+        """Cancel what other threads still wait for, then end the loop and its thread."""
+        with self._lock:
+            if not self.running:
+                return
+            self.running = False
+            winding_up = asyncio.run_coroutine_threadsafe(_wind_up(), self._loop)
+        with contextlib.suppress(TimeoutError):
+            winding_up.result(CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _wind_up() -> None:
+    """Cancel every other task of this loop and see them end: else their waiters would wait for ever."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -29,7 +29,7 @@ class FakeRouter(router_pb2_grpc.RouterServicer):
             async for response in self._answer():
                 yield response
             self.ended.append("finished")
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # cancelled while it waits, or while a part is being sent
             self.ended.append("cancelled")
             raise
 
