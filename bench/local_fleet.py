@@ -49,7 +49,7 @@ class LocalFleet:
     """
 
     def __init__(self, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> None:
-        self._flags = {"ports": "free"} | (flags or {})
+        self._flags = {"ports": "free", "log_format": "json"} | (flags or {})
         self._env = os.environ | (env or {})
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-fleet-", ignore_cleanup_errors=True)
         self.folder = Path(self._folder.name)

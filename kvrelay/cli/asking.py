@@ -82,6 +82,8 @@ def summary(answer: Answer) -> str:
     prompt = [f"{usage.cached_tokens} cached", f"{usage.pulled_tokens} pulled", f"{usage.computed_tokens} computed"]
     if usage.prefill_cached_tokens:
         prompt.insert(1, f"{usage.prefill_cached_tokens} cached at prefill")
+    if usage.prefill_pulled_tokens:
+        prompt.insert(-2, f"{usage.prefill_pulled_tokens} pulled at prefill")
     parts = [
         f"{_route(answer)}",
         f"prompt {usage.prompt_tokens} tokens: {', '.join(prompt)}",
@@ -105,5 +107,10 @@ def _route(answer: Answer) -> str:
 def _pulled(size: int, seconds: float) -> str:
     if not size:
         return "no KV moved"
-    speed = f" at {size / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+    speed = f" at {_rate(size / seconds)}" if seconds > 0 else ""
     return f"KV {size / 1e6:.1f} MB over NIXL{speed}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    """Return a rate in the unit that shows two digits of it."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2g} MB/s"

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 
-from kvrelay.up.probes import PROBE_TIMEOUT_S, is_serving
+from kvrelay.up.probes import PROBE_TIMEOUT_S, SERVING, ask_health
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the health; return 0 when the process serves, else 1."""
-    serving = asyncio.run(is_serving(args.address, timeout_s=args.timeout_s))
-    print("serving" if serving else "not serving")
-    return 0 if serving else 1
+    health = asyncio.run(ask_health(args.address, timeout_s=args.timeout_s))
+    print(health)
+    return 0 if health == SERVING else 1

@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "continue a text as it stands, without a chat template",
     "status": "show the replicas of a fleet: state, load, blocks, leases, pages",
     "kill": "kill a replica of the fleet on this machine, to see it survive",
+    "doctor": "look for what is wrong with this machine or a fleet, and say what to do",
     "health": "ask a process whether it is healthy; exit code 0 if so",
     "router": "run a router",
     "registry": "run a registry",
@@ -76,7 +77,7 @@ def make_parser(command: str = "", module: ModuleType | None = None) -> argparse
 def describe(error: Exception) -> str:
     """Say in one line what went wrong (a crashed child's last lines follow it)."""
     if isinstance(error, PeerLost):
-        return f"{error.message} (kvrelay up starts a fleet; --address names another one)"
+        return f"{error.message} (kvrelay up starts a fleet, --address names another one, kvrelay doctor looks at it)"
     if isinstance(error, KvrelayError):
         return error.message
     if isinstance(error, OSError):

@@ -2,10 +2,9 @@
 
 import argparse
 
-from router.worker import main
-
 from kvrelay import config
 from kvrelay.config import RouterConfig
+from router.worker import main
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

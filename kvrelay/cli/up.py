@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     given = vars(args)
     if args.exit and not args.demo:
         raise InvalidArgument("exit", "it ends a demonstration; give --demo, too")
-    screen = LogScreen()
     wishes = config.build(UpConfig, given)
+    screen = LogScreen(as_json=wishes.log_format == "json")
     replica = config.build(ReplicaConfig, given)
     passed = passed_fields(given, replica, demo=args.demo)
     resolve(passed.get("model", replica.model), progress=screen.say)

@@ -94,10 +94,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the packag
         except Exception:
             self._logger.exception("health.check_failed", service=service)
             passes = False
-        if self._told.get(service, True) != passes:
-            self._logger.warning("health.changed", service=service, healthy=passes)
+        self._note(service, self._told.get(service), passes)
         self._told[service] = passes
         return passes
+
+    def _note(self, service: str, before: bool | None, now: bool) -> None:  # noqa: FBT001 - two states of one thing
+        """Log a change. Falling ill is a warning; not to be well yet at the start, or to get well, is news."""
+        if before is now or (before is None and now):
+            return
+        log = self._logger.warning if before else self._logger.info
+        log("health.changed", service=service, healthy=now)
 
     async def _tell(self) -> None:
         async with self._changed:

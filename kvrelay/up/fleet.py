@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.up.child import Child, describe_exit
+from kvrelay.up.lines import as_text
 from kvrelay.up.plan import DRAIN_STAGES, START_STAGES, ChildSpec
 from kvrelay.up.policy import CRASH_WINDOW_S, CRASHES_MAX, Action, RestartPolicy
 from kvrelay.up.probes import Probe
@@ -22,10 +23,6 @@ KILL_TIMEOUT_S = 5.0
 """A killed process is gone at once, unless the kernel holds it."""
 
 T = TypeVar("T")
-
-
-class FleetFailed(KvrelayError):
-    """The fleet cannot start or go on; names the child, and its last lines."""
 
 
 class Screen(Protocol):
@@ -77,7 +74,7 @@ class Fleet:
         """Start all children and wait until all are ready.
 
         Raises:
-            FleetFailed: not all were ready in time, or a child died and the policy says that this ends the fleet.
+            Unavailable: not all were ready in time, or a child died and the policy says that this ends the fleet.
         """
         deadline = Deadline.after(timeout_s)
         for stage in START_STAGES:
@@ -91,7 +88,7 @@ class Fleet:
         """Wait for `work`, unless the fleet fails before: then cancel it and raise.
 
         Raises:
-            FleetFailed: a child died, and the policy says that this ends the fleet.
+            Unavailable: a child died, and the policy says that this ends the fleet.
         """
         task = asyncio.ensure_future(work)
         first: set[asyncio.Future[Any]] = {task, self._failed}
@@ -158,7 +155,7 @@ class Fleet:
                     return
                 self._died(child, code)
         except Exception as error:  # noqa: BLE001 - whatever stops the supervision of a child ends the fleet
-            self._fail(error if isinstance(error, KvrelayError) else FleetFailed(f"{spec.name} cannot run: {error}"))
+            self._fail(error if isinstance(error, KvrelayError) else Unavailable(f"{spec.name} cannot run: {error}"))
 
     async def _start(self, spec: ChildSpec) -> Child:
         child = self._children[spec.name] = await Child.start(spec, self._screen.log)
@@ -177,10 +174,10 @@ class Fleet:
         often = f" {CRASHES_MAX} times in {CRASH_WINDOW_S:g} s" if action is Action.GIVE_UP else ""
         raise self._explained(name, f"ended{often} ({how})")
 
-    def _explained(self, name: str, what: str) -> FleetFailed:
+    def _explained(self, name: str, what: str) -> Unavailable:
         child = self._children.get(name)
-        lines = child.last_lines if child else ()
-        return FleetFailed("\n  ".join([f"{name} {what}; its last lines:", *(lines or ("(none)",))]))
+        lines = [as_text(line).text for line in child.last_lines] if child else ()
+        return Unavailable("\n  ".join([f"{name} {what}; its last lines:", *(lines or ("(none)",))]))
 
     def _fail(self, error: KvrelayError) -> None:
         if not self._failed.done():

@@ -15,6 +15,9 @@ from kvrelay.up.store import answers_ping
 Probe: TypeAlias = Callable[[ChildSpec], Awaitable[bool]]
 """Tells whether a child is ready now; the caller bounds the wait."""
 
+SERVING = "serving"
+NOT_SERVING = "not serving"
+
 PROBE_TIMEOUT_S = 2.0
 """A loaded laptop answers a health check in far less; a process that takes longer is not ready."""
 
@@ -32,11 +35,16 @@ async def is_ready(spec: ChildSpec) -> bool:
 
 async def is_serving(address: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
     """Whether the gRPC server at host:port says that it is healthy."""
+    return await ask_health(address, timeout_s=timeout_s) == SERVING
+
+
+async def ask_health(address: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> str:
+    """Return `SERVING`, `NOT_SERVING`, or why the gRPC server at host:port did not answer."""
     request = health_pb2.HealthCheckRequest()
     # A new channel each time: one that has failed would wait longer and longer before it connects again.
     async with open_channel(address) as channel:
         try:
             response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.aio.AioRpcError as error:
+            return f"no answer ({error.code().name})"
+    return SERVING if response.status == health_pb2.HealthCheckResponse.SERVING else NOT_SERVING

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvrelay.client import AsyncClient
 from kvrelay.config import UpConfig
-from kvrelay.errors import FailedPrecondition, KvrelayError
+from kvrelay.errors import FailedPrecondition, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.up.fleet import PROBE_INTERVAL_S, Fleet, FleetFailed, Screen
+from kvrelay.up.fleet import PROBE_INTERVAL_S, Fleet, Screen
 from kvrelay.up.plan import ChildSpec, Kind, Plan
 from kvrelay.up.policy import RestartPolicy
 from kvrelay.up.ports import is_free
@@ -58,7 +58,7 @@ async def run_fleet(what: Run, screen: Screen, session: Session) -> int:
     The first SIGINT or SIGTERM drains, the second kills.
 
     Raises:
-        FleetFailed: it could not start or go on.
+        Unavailable: it could not start or go on.
         FailedPrecondition: another fleet runs in this state directory, or a port is taken.
     """
     state = StateFile(Path(what.config.state_dir))
@@ -116,14 +116,14 @@ async def wait_known(plan: Plan, timeout_s: float) -> None:
     """Wait until the router has every replica in its view: from then on requests find them all.
 
     Raises:
-        FleetFailed: it took too long.
+        Unavailable: it took too long.
     """
     wanted = {spec.name for spec in plan.replicas}
     deadline = Deadline.after(timeout_s)
     async with AsyncClient(plan.router.address) as client:
         while missing := wanted - await _ready_ids(client):
             if deadline.expired:
-                raise FleetFailed(f"the router does not know {', '.join(sorted(missing))}; see its log")
+                raise Unavailable(f"the router does not know {', '.join(sorted(missing))}; see its log")
             await asyncio.sleep(PROBE_INTERVAL_S)
 
 

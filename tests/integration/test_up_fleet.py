@@ -14,7 +14,8 @@ from support.fake_children import DRAIN_TIMEOUT_S, START_TIMEOUT_S, Lines, fake_
 from support.rpc import until
 
 from kvrelay.cli.main import main as kvrelay
-from kvrelay.up.fleet import Fleet, FleetFailed
+from kvrelay.errors import Unavailable
+from kvrelay.up.fleet import Fleet
 from kvrelay.up.policy import CRASHES_MAX, RestartPolicy
 from kvrelay.up.processes import is_running
 from kvrelay.up.state import StateFile
@@ -86,7 +87,7 @@ async def test_a_child_that_dies_while_the_fleet_starts_is_started_again(tmp_pat
 
 async def test_a_crash_loop_ends_the_start_with_the_child_s_last_words(tmp_path):
     async with supervised(tmp_path, {"registry": "live", "router": "crash"}) as made:
-        with pytest.raises(FleetFailed) as caught:
+        with pytest.raises(Unavailable) as caught:
             await made.fleet.start(START_TIMEOUT_S)
         assert "router ended" in caught.value.message
         assert "exit code 7" in caught.value.message
@@ -103,7 +104,7 @@ async def test_a_crash_loop_ends_what_the_fleet_is_doing(tmp_path):
                 os.kill(made.record("prefill-0").pid, signal.SIGKILL)
                 await until(lambda wanted=deaths: made.record("prefill-0").restarts == wanted, "a restart")
 
-        with pytest.raises(FleetFailed, match="3 times in 60 s"):
+        with pytest.raises(Unavailable, match="3 times in 60 s"):
             await made.fleet.unless_failed(kill_again_and_again())
 
 
@@ -111,7 +112,7 @@ async def test_on_exit_fail_ends_the_fleet_at_the_first_death(tmp_path):
     async with supervised(tmp_path, {"prefill-0": "live"}, on_exit="fail") as made:
         await made.fleet.start(START_TIMEOUT_S)
         os.kill(made.record("prefill-0").pid, signal.SIGKILL)
-        with pytest.raises(FleetFailed, match="prefill-0 ended"):
+        with pytest.raises(Unavailable, match="prefill-0 ended"):
             await made.fleet.unless_failed(until(lambda: False, "nothing"))
         assert journal(tmp_path).count("started prefill-0") == 1
 
@@ -124,7 +125,7 @@ async def test_a_child_that_never_gets_ready_is_named(tmp_path):
 
     made.fleet._probe = never
     try:
-        with pytest.raises(FleetFailed, match="router was not ready in time"):
+        with pytest.raises(Unavailable, match="router was not ready in time"):
             await made.fleet.start(0.3)
     finally:
         assert await made.fleet.drain() in ((), ("router (signal SIGTERM)",))
