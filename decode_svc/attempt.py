@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from decode_svc.leg import Reading
-from decode_svc.peers import Peers
 from decode_svc.remote import read_remotely
 from decode_svc.trace import Trace
 from decode_svc.values import Accepted, Finished, Order, Reply, Wrote
@@ -12,6 +11,8 @@ from kvrelay.engine.protocol import Ended, Event, Generate, Held, Tokens
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.replica.bridge import EngineBridge
 from kvrelay.replica.channel import JobChannel
+from kvrelay.replica.peers import Peers
+from kvrelay.replica.prefix_pull import PrefixPull
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.types import Usage
 
@@ -20,11 +21,20 @@ class Attempt:
     """Runs one order on the engine; whatever way it ends, the job is over then."""
 
     def __init__(
-        self, order: Order, *, bridge: EngineBridge, peers: Peers, deadline: Deadline, lease_ttl_s: float, trace: Trace
+        self,
+        order: Order,
+        *,
+        bridge: EngineBridge,
+        peers: Peers,
+        prefix_pull: PrefixPull,
+        deadline: Deadline,
+        lease_ttl_s: float,
+        trace: Trace,
     ) -> None:
         self._order = order
         self._bridge = bridge
         self._peers = peers
+        self._prefix_pull = prefix_pull
         self._deadline = deadline
         self._lease_ttl_s = lease_ttl_s
         self._trace = trace
@@ -60,6 +70,8 @@ class Attempt:
                     yield reply
             if read.finished:
                 return
+        else:
+            await self._bring_prefix(channel, held)
         self._trace.prompt_ready()
         async with contextlib.aclosing(self._written(channel)) as replies:
             async for reply in replies:
@@ -69,6 +81,14 @@ class Attempt:
         event = await self._next(channel)
         assert isinstance(event, Held), event
         return event
+
+    async def _bring_prefix(self, channel: JobChannel, held: Held) -> None:
+        """Load what another replica holds of a prompt that is read here, if somebody does and it pays."""
+        order = self._order
+        stats = await self._prefix_pull.bring(channel, held, order.holder, order.prompt.block_keys, self._deadline)
+        if stats is not None:
+            lacking = self._usage.prompt_tokens - self._usage.cached_tokens
+            self._usage.pulled_tokens, self._usage.pulled_bytes = min(stats.tokens, lacking), stats.bytes
 
     async def _written(self, channel: JobChannel) -> AsyncGenerator[Reply, None]:
         while True:
@@ -84,8 +104,9 @@ class Attempt:
 
     def _note_written(self, tokens: int) -> None:
         self._usage.output_tokens += tokens
-        if not self._usage.pulled_tokens:
-            self._usage.computed_tokens = self._usage.prompt_tokens - self._usage.cached_tokens
+        if not self._order.targets or not self._usage.pulled_tokens:
+            come = self._usage.cached_tokens + self._usage.pulled_tokens
+            self._usage.computed_tokens = self._usage.prompt_tokens - come
 
     async def _next(self, channel: JobChannel) -> Event:
         try:
@@ -101,6 +122,7 @@ class Attempt:
             sampling=order.sampling,
             forced_next=order.forced_next,
             remote=bool(order.targets),
+            prefix_tokens=0 if order.targets else self._prefix_pull.tokens(order.holder),
             priority=order.priority,
             deadline_at_s=self._deadline.at_s,
         )

@@ -6,10 +6,9 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from decode_svc.peers import Peers
-from decode_svc.reasons import TIMEOUT, UNCONFIRMED, LegFailedError, reason_of
+from decode_svc.reasons import TIMEOUT, LegFailedError, reason_of
 from decode_svc.trace import Trace
-from decode_svc.values import Finished, LegMoved, LegState, Order, Reply, Wrote
+from decode_svc.values import Finished, LegMoved, LegState, Order, Reply, Target, Wrote
 from kvrelay.config import LEASE_EXTENSION_INTERVAL_S
 from kvrelay.engine.protocol import (
     AttachLease,
@@ -35,9 +34,10 @@ from kvrelay.errors import (
 )
 from kvrelay.replica.bridge import EngineBridge
 from kvrelay.replica.channel import JobChannel
+from kvrelay.replica.peers import UNCONFIRMED, Peers
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.replica_client import PrefillOrder
-from kvrelay.types import FinishReason, Peer, Usage
+from kvrelay.types import FinishReason, Usage
 
 PREFILL_SILENCE_S = 60.0
 """Longest time without a word of the prefill replica before its first token. A dead or hanging process is noticed by
@@ -82,9 +82,10 @@ class Leg:
     sequence of events to decide on: the replica's, and the engine's about the pull.
     """
 
-    def __init__(self, read: Reading, peer: Peer, leg_id: JobId) -> None:
+    def __init__(self, read: Reading, target: Target, leg_id: JobId) -> None:
         self._read = read
-        self._peer = peer
+        self._peer = target.peer
+        self._holder = target.holder
         self._id = leg_id
         self._granted: Granted | None = None
         self._lease_over = False
@@ -155,7 +156,9 @@ class Leg:
 
     async def _on_granted(self, event: Granted) -> tuple[Reply, ...]:
         self._granted = event
-        self._read.usage.prefill_cached_tokens = event.cached_tokens
+        usage = self._read.usage
+        usage.prefill_cached_tokens = event.cached_tokens
+        usage.prefill_pulled_tokens, usage.prefill_pulled_bytes = event.pulled_tokens, event.pulled_bytes
         try:
             source = await self._read.peers.agent(self._peer, self._read.deadline)
         except KvrelayError as error:
@@ -166,6 +169,8 @@ class Leg:
                 lease=event.lease,
                 source=source,
                 prefill_cached_tokens=event.cached_tokens,
+                prefill_pulled_tokens=event.pulled_tokens,
+                prefill_pulled_bytes=event.pulled_bytes,
             )
         )
         self._tasks.append(asyncio.create_task(self._keep_lease(event.lease.lease_id, event.lease.ttl_s)))
@@ -215,7 +220,7 @@ class Leg:
     def _note_pulled(self, stats: PullStats) -> None:
         usage = self._read.usage
         usage.pulled_tokens = usage.prompt_tokens - usage.cached_tokens
-        usage.pulled_bytes, usage.pull_s, usage.pull_descriptors = stats.bytes, stats.elapsed_s, stats.descriptors
+        usage.pulled_bytes, usage.pull_s, usage.pull_descriptors = stats.bytes, stats.busy_s, stats.descriptors
 
     # ------------------------------------------------------------ ends
 
@@ -238,9 +243,16 @@ class Leg:
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._granted is not None and not self._done:
+            self._give_up_pull()
         if self._granted is not None and not self._lease_over and not self._confirmed:
             self._read.peers.release(self._peer, self._lease_id)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _give_up_pull(self) -> None:
+        """Have the engine drop lease and room: nobody may hold room while the next replica is asked for a lease."""
+        with contextlib.suppress(KvrelayError):  # then a new lease, or reading locally, replaces this one
+            self._read.bridge.send(Verdict(job_id=self._read.channel.job_id, lease_id=self._lease_id, valid=False))
 
     # ------------------------------------------------------------ tasks beside
 
@@ -260,6 +272,7 @@ class Leg:
             puller=read.peers.me,
             priority=order.priority,
             lease_ttl_s=read.lease_ttl_s,
+            holder=self._holder,
         )
         events = read.peers.prefill(self._peer).start(
             ask, incarnation=self._peer.incarnation, job_id=self._id, timeout_s=read.deadline.left_s()

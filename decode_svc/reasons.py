@@ -13,8 +13,6 @@ from kvrelay.errors import (
 
 UNREACHABLE = "unreachable"
 TIMEOUT = "timeout"
-UNCONFIRMED = "unconfirmed"
-"""The owner gave no verdict in time."""
 
 PREFIX_LOST = ("evicted", "gap")
 """Reasons of the engine that mean: the prefix it held for the job had to give way to others."""

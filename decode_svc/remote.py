@@ -22,7 +22,7 @@ async def read_remotely(read: Reading) -> AsyncGenerator[Reply, None]:
     reason = ""
     for number, target in enumerate(read.order.targets):
         leg = Leg(read, target, f"{read.channel.job_id}.leg{number}")
-        yield LegMoved(LegState.STARTED, target)
+        yield LegMoved(LegState.STARTED, target.peer)
         try:
             async with contextlib.aclosing(leg.replies()) as replies:
                 async for reply in replies:
@@ -32,11 +32,11 @@ async def read_remotely(read: Reading) -> AsyncGenerator[Reply, None]:
             if reason in PREFIX_LOST:
                 read.held_tokens = 0
             elif reason == UNREACHABLE:
-                await read.peers.lost(target)
+                await read.peers.lost(target.peer)
         else:
             return
-        read.trace.leg_failed(target, reason)
-        yield LegMoved(LegState.FAILED, target, reason)
+        read.trace.leg_failed(target.peer, reason)
+        yield LegMoved(LegState.FAILED, target.peer, reason)
     if read.order.never_local:
         raise Unavailable(f"no prefill replica could read the prompt (the last one: {reason}); try again")
     read.bridge.send(ReadLocally(job_id=read.channel.job_id))

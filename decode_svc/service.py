@@ -9,14 +9,13 @@ from typing import Any, TypeAlias
 import grpc
 
 from decode_svc.attempt import Attempt
-from decode_svc.peers import Peers
 from decode_svc.trace import Trace
-from decode_svc.values import Accepted, Finished, LegMoved, LegState, Order, Reply, Wrote
+from decode_svc.values import Accepted, Finished, LegMoved, LegState, Order, Reply, Target, Wrote
 from kvrelay.config import REQUEST_DEADLINE_S
 from kvrelay.engine.protocol import Prompt
 from kvrelay.replica.process import ReplicaProcess
 from kvrelay.replica.service import check_incarnation
-from kvrelay.rpc import convert
+from kvrelay.rpc import convert, lease_convert
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.types import Sampling
 from kvrelay.v1 import decode_pb2 as pb
@@ -36,9 +35,8 @@ _LEG_STATES = {
 class DecodeService(DecodeServicer):
     """Turns calls into attempts and their replies into messages."""
 
-    def __init__(self, replica: ReplicaProcess, peers: Peers) -> None:
+    def __init__(self, replica: ReplicaProcess) -> None:
         self._replica = replica
-        self._peers = peers
 
     async def Generate(  # noqa: D102, N802 - as in the proto
         self, request: pb.DecodeGenerateRequest, context: Context
@@ -47,7 +45,8 @@ class DecodeService(DecodeServicer):
         attempt = Attempt(
             _order(request),
             bridge=self._replica.bridge,
-            peers=self._peers,
+            peers=self._replica.peers,
+            prefix_pull=self._replica.prefix_pull,
             deadline=Deadline.of(context, REQUEST_DEADLINE_S),
             lease_ttl_s=self._replica.config.lease_ttl_s,
             trace=Trace(self._replica.telemetry, model=self._replica.identity.model),
@@ -69,11 +68,17 @@ def _order(request: pb.DecodeGenerateRequest) -> Order:
         ),
         sampling=_seeded(convert.sampling_from_pb(request.sampling), request.request_id),
         forced_next=request.forced_next if request.HasField("forced_next") else None,
-        targets=tuple(
-            convert.peer_from_pb(target.peer, name="prefill_targets.peer") for target in request.prefill_targets
-        ),
+        targets=tuple(_target(target) for target in request.prefill_targets),
+        holder=lease_convert.holder_from_pb(request.holder) if request.HasField("holder") else None,
         priority=request.priority,
         never_local=request.never_local,
+    )
+
+
+def _target(target: pb.PrefillTarget) -> Target:
+    return Target(
+        convert.peer_from_pb(target.peer, name="prefill_targets.peer"),
+        lease_convert.holder_from_pb(target.holder) if target.HasField("holder") else None,
     )
 
 

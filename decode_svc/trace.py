@@ -29,7 +29,7 @@ class Trace:
     def pulled(self, peer: Peer, stats: PullStats) -> None:
         """KV has come in."""
         now_s = time.monotonic()
-        gb_s = stats.bytes / stats.elapsed_s / 1e9 if stats.elapsed_s > 0 else 0.0
+        gb_s = stats.bytes / stats.busy_s / 1e9 if stats.busy_s > 0 else 0.0
         self._telemetry.record_span(
             "kv.pull",
             start_s=now_s - stats.elapsed_s,
@@ -41,6 +41,7 @@ class Trace:
                 "kvrelay.pull.tokens": stats.tokens,
                 "kvrelay.pull.descriptors": stats.descriptors,
                 "kvrelay.pull.transport": stats.transport,
+                "kvrelay.pull.busy_s": stats.busy_s,
                 "kvrelay.pull.gb_s": gb_s,
             },
         )

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvrelay.engine.protocol import Prompt
-from kvrelay.types import FinishReason, Peer, Sampling, TokenLogprobs, Usage
+from kvrelay.types import FinishReason, Holder, Peer, Sampling, TokenLogprobs, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A prefill replica to ask, and who holds more of the prefix than it does."""
+
+    peer: Peer
+    holder: Holder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +25,8 @@ class Order:
     prompt: Prompt
     sampling: Sampling
     forced_next: int | None
-    targets: tuple[Peer, ...]
+    targets: tuple[Target, ...]
+    holder: Holder | None
     priority: int
     never_local: bool
 

@@ -1,6 +1,5 @@
 """Adds the decode service to a replica."""
 
-from decode_svc.peers import Peers
 from decode_svc.service import DecodeService
 from kvrelay.replica.process import ReplicaProcess
 from kvrelay.v1 import decode_pb2_grpc
@@ -14,8 +13,4 @@ def register(replica: ReplicaProcess) -> None:
 
 
 def _install(replica: ReplicaProcess) -> None:
-    peers = Peers(
-        replica.channels, me=lambda: replica.peer, agent=replica.bridge.started.agent, identity=replica.identity
-    )
-    replica.on_stop(peers.settle)
-    decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(replica, peers), replica.server.grpc)
+    decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(replica), replica.server.grpc)

@@ -198,6 +198,15 @@ class Peer:
     address: str
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A replica that holds the first `blocks` blocks of a prompt, in a tier: "device", "host" or "disk"."""
+
+    peer: Peer
+    blocks: int
+    tier: str = "device"
+
+
 @dataclass(slots=True, kw_only=True)
 class Usage:
     """What a request cost; fields as `Usage` in common.proto."""
@@ -212,6 +221,8 @@ class Usage:
     pull_s: float = 0.0
     pull_descriptors: int = 0
     decode_computed_tokens: int = 0
+    prefill_pulled_tokens: int = 0
+    prefill_pulled_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

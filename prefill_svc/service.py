@@ -7,13 +7,14 @@ from typing import Any, TypeAlias
 import grpc
 
 from kvrelay.config import LEASE_TTL_S, REQUEST_DEADLINE_S
-from kvrelay.engine.protocol import Event, FirstToken, Granted, PiecesFinal, Prefill, Prompt
+from kvrelay.engine.protocol import Event, FirstToken, Granted, Held, PiecesFinal, Prefill, Prompt, Pulled, PullFailed
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.replica.channel import JobChannel
 from kvrelay.replica.process import ReplicaProcess
 from kvrelay.replica.service import check_incarnation
 from kvrelay.rpc import convert, lease_convert
 from kvrelay.rpc.deadline import Deadline
+from kvrelay.types import Holder
 from kvrelay.v1 import prefill_pb2 as pb
 from kvrelay.v1.prefill_pb2_grpc import PrefillServicer
 
@@ -31,13 +32,19 @@ class PrefillService(PrefillServicer):
     async def Start(self, request: pb.StartRequest, context: Context) -> AsyncIterator[pb.StartResponse]:  # noqa: D102, N802 - as in the proto
         check_incarnation(request.expected_incarnation, self._replica.incarnation)
         deadline = Deadline.of(context, REQUEST_DEADLINE_S)
-        command = self._command(request, deadline)
+        holder = lease_convert.holder_from_pb(request.holder) if request.HasField("holder") else None
+        command = self._command(request, holder, deadline)
         lease_id = ""
         first: FirstToken | None = None
         try:
             async with self._bridge.job(command) as channel:
                 while first is None:
                     event = await _next(channel, deadline)
+                    if isinstance(event, Held):
+                        await self._replica.prefix_pull.bring(channel, event, holder, request.block_keys, deadline)
+                        continue
+                    if isinstance(event, Pulled | PullFailed):
+                        continue  # of a load that was given up
                     if isinstance(event, Granted):
                         lease_id = event.lease.lease_id
                     yield self._response(request, event)
@@ -49,7 +56,7 @@ class PrefillService(PrefillServicer):
             if lease_id:
                 self._bridge.leases.release([lease_id])
 
-    def _command(self, request: pb.StartRequest, deadline: Deadline) -> Prefill:
+    def _command(self, request: pb.StartRequest, holder: Holder | None, deadline: Deadline) -> Prefill:
         return Prefill(
             job_id=self._bridge.job_id(request.request_id, request.attempt),
             prompt=Prompt(
@@ -61,6 +68,7 @@ class PrefillService(PrefillServicer):
             sampling=convert.sampling_from_pb(request.sampling),
             forced_next=request.forced_next if request.HasField("forced_next") else None,
             held_tokens=request.held_tokens,
+            prefix_tokens=self._replica.prefix_pull.tokens(holder),
             priority=request.priority,
             deadline_at_s=deadline.at_s,
             lease_ttl_s=min(request.lease_ttl_s or LEASE_TTL_S, self._replica.config.lease_ttl_s),
@@ -72,7 +80,13 @@ class PrefillService(PrefillServicer):
                 self._trace_queue(event)
                 lease = lease_convert.lease_to_pb(event.lease, self._replica.peer)
                 return pb.StartResponse(
-                    granted=pb.Granted(lease=lease, cached_tokens=event.cached_tokens, queue_s=event.queue_s)
+                    granted=pb.Granted(
+                        lease=lease,
+                        cached_tokens=event.cached_tokens,
+                        queue_s=event.queue_s,
+                        pulled_tokens=event.pulled_tokens,
+                        pulled_bytes=event.pulled_bytes,
+                    )
                 )
             case PiecesFinal():
                 return pb.StartResponse(ready=pb.Ready(pages=event.pages, all=event.all))
@@ -93,6 +107,7 @@ class PrefillService(PrefillServicer):
 
     def _trace_compute(self, request: pb.StartRequest, event: FirstToken) -> None:
         now_s = time.monotonic()
+        self._telemetry.metrics.prompt_computed(expected_s=event.predicted_s, elapsed_s=event.compute_s)
         self._telemetry.record_span(
             "prefill.compute",
             start_s=now_s - event.compute_s,

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from kvrelay.client.values import Decision
 from kvrelay.engine.protocol import Prompt
-from kvrelay.rpc.decode_client import DecodeOrder, Holder
-from kvrelay.types import Sampling, TokenArray, pack_ids
+from kvrelay.rpc.decode_client import DecodeOrder
+from kvrelay.types import Holder, Sampling, TokenArray, pack_ids
 from router.dispatch import Placed
 
 

@@ -1,12 +1,13 @@
 """Gives waiting jobs their room, in order, and sees to it that room never waits for itself."""
 
 from kvrelay.engine.generates import Generates
-from kvrelay.engine.jobs import GenerateJob, Job, Phase, PrefillJob
+from kvrelay.engine.jobs import WAITING, GenerateJob, Job, Phase, PrefillJob
 from kvrelay.engine.parts import Parts
 from kvrelay.engine.pool import PageState
 from kvrelay.engine.prefills import Prefills
 from kvrelay.engine.remotes import Remotes
 from kvrelay.engine.scheduler import in_order
+from kvrelay.engine.tiering import Tiering
 from kvrelay.errors import KvrelayError
 
 
@@ -18,12 +19,20 @@ class Admission:
     """
 
     def __init__(
-        self, parts: Parts, prefills: Prefills, generates: Generates, remotes: Remotes, *, max_sequences: int
+        self,
+        parts: Parts,
+        prefills: Prefills,
+        generates: Generates,
+        remotes: Remotes,
+        tiering: Tiering | None,
+        *,
+        max_sequences: int,
     ) -> None:
         self._parts = parts
         self._prefills = prefills
         self._generates = generates
         self._remotes = remotes
+        self._tiering = tiering
         self._max_sequences = max_sequences
 
     def admit(self) -> None:
@@ -54,14 +63,13 @@ class Admission:
         return self._generates.admit_local(job) if job.remote is None else self._remotes.admit(job)
 
     def _sequences(self) -> int:
-        waiting = (Phase.HELD, Phase.QUEUED)
-        return sum(isinstance(job, GenerateJob) and job.phase not in waiting for job in self._parts.jobs.values())
+        return sum(isinstance(job, GenerateJob) and job.phase not in WAITING for job in self._parts.jobs.values())
 
     def _make_way(self, blocked: Job) -> None:
         """Take pinned prefixes from waiting jobs, last in order first, when nothing else will ever free room.
 
-        Waiting jobs pin prefixes and nothing more. With nothing running, leased or in quarantine, only these pins can
-        be what keeps the next job from its room.
+        Waiting jobs pin prefixes and nothing more. With nothing running, moving, leased or in quarantine, only these
+        pins can be what keeps the next job from its room.
         """
         if not self._only_pins_are_left():
             return
@@ -77,4 +85,5 @@ class Admission:
     def _only_pins_are_left(self) -> bool:
         pool = self._parts.pool
         busy = any(job.phase not in (Phase.HELD, Phase.QUEUED) for job in self._parts.jobs.values())
-        return not (busy or len(self._parts.stock) or pool.count(PageState.QUARANTINED))
+        moving = self._tiering is not None and self._tiering.busy
+        return not (busy or moving or len(self._parts.stock) or pool.count(PageState.QUARANTINED))

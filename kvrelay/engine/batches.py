@@ -12,7 +12,7 @@ from kvrelay.engine.prefills import Prefills
 from kvrelay.engine.protocol import EngineDied
 from kvrelay.engine.runner import Drawn, Runner, Slice
 from kvrelay.engine.scheduler import Chunk, pick_batch
-from kvrelay.engine.speed import Speed
+from kvrelay.engine.speed import attended_by
 from kvrelay.errors import InternalError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ class Batches:
 
     Attributes:
         steps: steps since start.
-        speed: how fast they were.
         broken: True when steps keep failing; EngineDied was told.
     """
 
@@ -43,7 +42,6 @@ class Batches:
         self, parts: Parts, runner: Runner, prefills: Prefills, generates: Generates, config: EngineConfig
     ) -> None:
         self.steps = 0
-        self.speed = Speed()
         self.broken = False
         self._parts = parts
         self._runner = runner
@@ -68,10 +66,18 @@ class Batches:
         elapsed_s = self._parts.clock() - started_s
         self.steps += 1
         self._failed_steps = 0
-        self.speed.add(prompt_tokens=sum(member.tokens for member in batch if not member.decoding), elapsed_s=elapsed_s)
+        self._note_speed([member for member in batch if not member.decoding], elapsed_s)
         for member, token in zip(batch, drawn, strict=True):
             self._advance(member, token, elapsed_s)
         return True
+
+    def _note_speed(self, reading: list[Member], elapsed_s: float) -> None:
+        starts = [(member.job.sequence.computed, member.tokens) for member in reading]
+        self._parts.speed.add(
+            prompt_tokens=sum(tokens for _, tokens in starts),
+            attended=sum(attended_by(start, start + tokens) for start, tokens in starts),
+            elapsed_s=elapsed_s,
+        )
 
     def _pick(self) -> list[Member]:
         running = {job_id: job for job_id, job in self._parts.jobs.items() if job.phase is Phase.RUNNING}

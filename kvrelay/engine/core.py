@@ -11,10 +11,12 @@ from kvrelay.config import EngineConfig
 from kvrelay.engine.admission import Admission
 from kvrelay.engine.batches import Batches
 from kvrelay.engine.generates import Generates
-from kvrelay.engine.jobs import GenerateJob, Job, Phase, PrefillJob
+from kvrelay.engine.jobs import WAITING, GenerateJob, Job, Phase, PrefillJob
 from kvrelay.engine.memory import make_agent, make_parts
+from kvrelay.engine.pieces import smallest_piece
 from kvrelay.engine.pool import PageState
 from kvrelay.engine.prefills import Prefills
+from kvrelay.engine.prefixes import Prefixes
 from kvrelay.engine.protocol import (
     AttachLease,
     BlocksChanged,
@@ -40,6 +42,7 @@ from kvrelay.engine.protocol import (
 )
 from kvrelay.engine.remotes import Remotes
 from kvrelay.engine.runner import Runner
+from kvrelay.engine.tier_setup import open_tiering
 from kvrelay.errors import (
     DeadlineExceeded,
     Draining,
@@ -92,12 +95,20 @@ class EngineCore:
         self._queue_jobs = config.queue_jobs
         parts, memory = make_parts(config, runner, transfer, incarnation=incarnation, clock=clock, emit=emit)
         self._parts = parts
-        self._prefills = Prefills(parts)
-        self._generates = Generates(parts)
+        self._tiering = open_tiering(config, runner, memory, parts, replica_id=replica_id)
+        self._prefixes = Prefixes(parts)
+        piece = smallest_piece(config.piece_kib, runner.layout.page_bytes)
+        self._prefills = Prefills(parts, self._prefixes, self._tiering, smallest_piece=piece)
+        self._generates = Generates(parts, self._prefixes, self._tiering)
         self._remotes = Remotes(parts, self._generates)
         self._batches = Batches(parts, runner, self._prefills, self._generates, config)
         self._admission = Admission(
-            parts, self._prefills, self._generates, self._remotes, max_sequences=config.max_sequences
+            parts,
+            self._prefills,
+            self._generates,
+            self._remotes,
+            self._tiering,
+            max_sequences=config.max_sequences,
         )
         self._told_state: ReplicaState | None = None
         self._told_state_at_s = -STATE_INTERVAL_S
@@ -124,6 +135,8 @@ class EngineCore:
                     self._parts.stock.release(lease_id)
             case ClearCache():
                 self._parts.cache.clear()
+                if self._tiering is not None:
+                    self._tiering.clear()
             case Stop():
                 self._stop()
             case Cancel():
@@ -140,9 +153,13 @@ class EngineCore:
             return False
         self._expire()
         self._parts.puller.watch()
+        if self._tiering is not None:
+            self._tiering.poll()
         for job in list(self._parts.jobs.values()):
             if isinstance(job, GenerateJob) and job.phase is Phase.PULLING:
                 self._remotes.poll(job)
+            elif job.phase is Phase.FETCHING:
+                self._prefixes.poll(job)
         self._admission.admit()
         computed = self._batches.step()
         self.ended = self._batches.broken
@@ -153,8 +170,9 @@ class EngineCore:
     def next_wake_s(self) -> float:
         """Return how long nothing is due unless a command comes, s; infinite when nothing ever is."""
         jobs = self._parts.jobs.values()
-        reading = any(isinstance(job, GenerateJob) and job.pull is not None and job.pull.pending for job in jobs)
-        if reading or self._parts.puller.watching:
+        reading = any(pull.pending for job in jobs for pull in job.pulls())
+        moving = self._tiering is not None and self._tiering.busy
+        if reading or moving or self._parts.puller.watching:
             return READ_POLL_S
         now_s = self._parts.clock()
         deadline_s = min((job.deadline_at_s - now_s for job in jobs), default=float("inf"))
@@ -163,7 +181,8 @@ class EngineCore:
     def close(self) -> None:
         """Give pool, weights and transport back."""
         self._transfer.close()
-        self._runner.close()
+        if self._tiering is None or self._tiering.close():
+            self._runner.close()  # otherwise the pool's memory is in use still, and ends with the process
 
     def check_integrity(self) -> None:
         """Prove that pages, leases and jobs agree."""
@@ -172,6 +191,8 @@ class EngineCore:
         jobs = self._parts.jobs.values()
         assert self._parts.pool.reserved == sum(job.sequence.reserved for job in jobs)
         active = {page for job in jobs for page in job.sequence.pages}
+        if self._tiering is not None:
+            active |= self._tiering.pinned
         assert self._parts.pool.count(PageState.ACTIVE) == len(active)
         assert self._parts.puller.quarantined_pages == self._parts.pool.count(PageState.QUARANTINED)
 
@@ -192,8 +213,13 @@ class EngineCore:
 
     def _order(self, command: AttachLease | PiecesReady | FirstTokenKnown | Verdict | ReadLocally) -> None:
         job = self._parts.jobs.get(command.job_id)
+        if job is not None and job.phase is Phase.FETCHING:
+            self._prefixes.order(job, command)
+            return
         if not isinstance(job, GenerateJob):
             return  # it has ended meanwhile
+        if job.phase is Phase.LOADING and not isinstance(command, FirstTokenKnown):
+            return  # it reads its prompt here, and has its orders
         match command:
             case AttachLease():
                 self._remotes.attach(job, command)
@@ -256,7 +282,7 @@ class EngineCore:
         self._parts.emit(Failed(job_id=job.job_id, error=error))
 
     def _waiting(self) -> int:
-        return sum(job.phase in (Phase.HELD, Phase.QUEUED) for job in self._parts.jobs.values())
+        return sum(job.phase in WAITING for job in self._parts.jobs.values())
 
     # ------------------------------------------------------------ telling
 
@@ -280,7 +306,7 @@ class EngineCore:
         # Jobs that wait for a lease, for room or for READs make no steps: they are no sign of a stuck engine.
         running = [job for job in jobs if job.phase is Phase.RUNNING]
         unread = [job.sequence.remaining for job in jobs if not job.work().decoding]
-        speed = self._batches.speed
+        speed = self._parts.speed
         return ReplicaState(
             steps=self._batches.steps,
             running=len(running),

@@ -3,8 +3,10 @@
 from kvrelay.engine.intake import check_token, read_limits, read_sampling, read_sequence
 from kvrelay.engine.jobs import GenerateJob, Phase
 from kvrelay.engine.parts import Parts
+from kvrelay.engine.prefixes import Prefixes
 from kvrelay.engine.protocol import Ended, Failed, Generate, Held, Tokens
 from kvrelay.engine.runner import Drawn
+from kvrelay.engine.tiering import Tiering
 from kvrelay.errors import KvrelayError
 from kvrelay.types import FinishReason
 
@@ -12,8 +14,10 @@ from kvrelay.types import FinishReason
 class Generates:
     """What local and remote prompts have in common: taking in, room, tokens, the end."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, prefixes: Prefixes, tiering: Tiering | None) -> None:
         self._parts = parts
+        self._prefixes = prefixes
+        self._tiering = tiering
 
     def submit(self, command: Generate) -> None:
         """Take a job in and tell what of its prefix is held.
@@ -21,7 +25,7 @@ class Generates:
         Raises:
             InvalidArgument: names the field and the limit.
         """
-        facts, tables = self._parts.facts, self._parts.tables
+        facts = self._parts.facts
         sampling = read_sampling(command.sampling, command.job_id)
         check_token("forced_next", command.forced_next, facts)
         job = GenerateJob(
@@ -32,17 +36,23 @@ class Generates:
             priority=command.priority,
             arrived_at_s=self._parts.clock(),
             deadline_at_s=command.deadline_at_s,
-            phase=Phase.HELD if command.remote else Phase.QUEUED,
             first_token=command.forced_next,
         )
         job.usage.prompt_tokens = job.sequence.prompt_tokens
         self._parts.jobs[job.job_id] = job
+        asks_others = command.remote or command.prefix_tokens
+        if self._tiering is None or not asks_others or not self._tiering.load(job, lambda: self._begin(job, command)):
+            self._begin(job, command)
+
+    def _begin(self, job: GenerateJob, command: Generate) -> None:
+        tables, prefix_s = self._parts.tables, None
+        job.phase = Phase.HELD if command.remote else Phase.QUEUED
         if command.remote:
             tables.pin(job.sequence)
-            held_tokens = job.sequence.computed
         else:
-            held_tokens = tables.held_tokens(job.sequence)
-        self._parts.emit(Held(job_id=job.job_id, tokens=held_tokens))
+            prefix_s = self._prefixes.wait(job, command.prefix_tokens)
+        held_tokens = job.sequence.computed if job.phase is not Phase.QUEUED else tables.held_tokens(job.sequence)
+        self._parts.emit(Held(job_id=job.job_id, tokens=held_tokens, prefix_s=prefix_s))
         if job.sequence.output_tokens and self.end_if_complete(job):
             return
         if job.first_token is not None and not self.end_with(job, job.first_token) and not command.remote:
@@ -55,13 +65,29 @@ class Generates:
 
     def admit_local(self, job: GenerateJob) -> bool:
         """Let a queued job read its prompt here; False when there is no room."""
+        if self._tiering is not None and self._tiering.load(job, lambda: self._requeue(job)):
+            return True
         if not self.reserve(job):
             return False
-        job.usage.cached_tokens = min(job.sequence.computed, job.sequence.prompt_tokens)
-        # What a lost attempt left in the cache counts as cached now.
-        job.usage.pulled_tokens = job.usage.prefill_cached_tokens = 0
+        self._count_cached(job)
         job.phase = Phase.RUNNING
         return True
+
+    def _requeue(self, job: GenerateJob) -> None:
+        job.phase = Phase.QUEUED
+        if job.first_token is not None:
+            self.take_first_token(job)  # it became known meanwhile
+
+    def _count_cached(self, job: GenerateJob) -> None:
+        usage, fetch = job.usage, job.fetch
+        cached = min(job.sequence.computed, job.sequence.prompt_tokens)
+        # What a lost attempt left in the cache counts as cached now.
+        usage.prefill_cached_tokens = usage.prefill_pulled_tokens = usage.prefill_pulled_bytes = 0
+        usage.pulled_tokens = 0 if fetch is None else fetch.tokens_within(cached)
+        usage.cached_tokens = cached - usage.pulled_tokens
+        if fetch is not None and fetch.stats is not None:
+            stats = fetch.stats
+            usage.pulled_bytes, usage.pull_s, usage.pull_descriptors = stats.bytes, stats.busy_s, stats.descriptors
 
     def advance(self, job: GenerateJob, tokens: int, drawn: Drawn | None) -> None:
         """Take note that a step computed `tokens` more tokens of the job, and perhaps drew the next one."""
@@ -110,7 +136,7 @@ class Generates:
     def drop(self, job: GenerateJob) -> None:
         """Free what the job holds; pages that READs may still write go into quarantine."""
         del self._parts.jobs[job.job_id]
-        quarantined = frozenset[int]() if job.pull is None else self._parts.puller.give_up(job.pull)
+        quarantined = frozenset[int]().union(*(self._parts.puller.give_up(pull) for pull in job.pulls()))
         self._parts.tables.cut(job.sequence, 0, quarantined=quarantined)
 
     def fail(self, job: GenerateJob, error: KvrelayError) -> None:

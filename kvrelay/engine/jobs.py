@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from kvrelay.engine.protocol import AgentInfo, LeaseGrant
+from kvrelay.engine.protocol import AgentInfo, LeaseGrant, PullStats
 from kvrelay.engine.pulls import Pull
 from kvrelay.engine.runner import Draw
 from kvrelay.engine.scheduler import Work
@@ -15,10 +15,39 @@ class Phase(enum.Enum):
     """How far a job is. Only QUEUED jobs wait for room; a HELD one has pinned its prefix and nothing else."""
 
     HELD = "waits for a lease, or for orders after a lost one"
+    LOADING = "waits for pages of its prefix from a lower tier"
+    FETCHING = "waits for a prefix that another replica holds, and has pinned its own"
     QUEUED = "waits for room"
     PULLING = "has room; pages are being read from the lease's owner"
     UNCONFIRMED = "has read everything; waits for verdict or first token"
     RUNNING = "computes"
+
+
+WAITING = frozenset({Phase.HELD, Phase.LOADING, Phase.FETCHING, Phase.QUEUED})
+"""Phases of jobs that have no room yet."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fetch:
+    """A prefix that a job wants from another replica, or has got.
+
+    Attributes:
+        lease_id: the holder's lease; empty before there is one.
+        pull: the pull of it.
+        start: tokens of the prefix that were held here before.
+        end: tokens of the prefix once it was confirmed; 0 until then.
+        stats: what was moved, once it was confirmed.
+    """
+
+    lease_id: str = ""
+    pull: Pull | None = None
+    start: int = 0
+    end: int = 0
+    stats: PullStats | None = None
+
+    def tokens_within(self, cached_tokens: int) -> int:
+        """Return how many of the sequence's first `cached_tokens` tokens came this way."""
+        return max(min(self.end, cached_tokens) - self.start, 0)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -34,6 +63,8 @@ class Job:
         arrived_at_s: when it came.
         deadline_at_s: end of the caller's patience.
         phase: how far it is.
+        fetch: the prefix that another replica holds more of; None when nobody does.
+        tier_asked: whether a lower tier was to bring pages of its prefix; it is asked once.
     """
 
     job_id: str
@@ -44,6 +75,12 @@ class Job:
     arrived_at_s: float
     deadline_at_s: float
     phase: Phase = Phase.QUEUED
+    fetch: Fetch | None = None
+    tier_asked: bool = False
+
+    def pulls(self) -> list[Pull]:
+        """Return the pulls that are under way, or not confirmed yet."""
+        return [] if self.fetch is None or self.fetch.pull is None else [self.fetch.pull]
 
     def work(self) -> Work:
         """Describe the job to the scheduler."""
@@ -80,6 +117,7 @@ class PrefillJob(Job):
         cached_tokens: tokens that were cached here at grant.
         told_pages: pages of the lease that were announced as final.
         compute_s: time of the steps it took part in.
+        predicted_s: what that was predicted to be when it had its pages.
     """
 
     held_tokens: int
@@ -89,6 +127,7 @@ class PrefillJob(Job):
     cached_tokens: int = 0
     told_pages: int = 0
     compute_s: float = 0.0
+    predicted_s: float = 0.0
 
     def draw(self) -> Draw | None:
         """Describe the token after the prompt; nothing is drawn when it is known."""
@@ -134,6 +173,10 @@ class GenerateJob(Job):
     pinned_pages: int = 0
     confirmed: bool = False
     usage: Usage = field(default_factory=Usage)
+
+    def pulls(self) -> list[Pull]:
+        """Return the pulls that are under way, or not confirmed yet."""
+        return Job.pulls(self) if self.pull is None else [self.pull]
 
     def work(self) -> Work:
         """Describe the job to the scheduler."""

@@ -73,6 +73,7 @@ def make_parts(
         puller=Puller(transfer, pool, timeout_s=config.pull_timeout_s, clock=clock),
         clock=clock,
         emit=emit,
+        chunk_tokens=config.chunk_tokens,
     )
     return parts, memory
 

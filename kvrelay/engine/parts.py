@@ -9,6 +9,7 @@ from kvrelay.engine.pool import PagePool
 from kvrelay.engine.prefix_cache import PrefixCache
 from kvrelay.engine.protocol import Event
 from kvrelay.engine.pulls import Puller
+from kvrelay.engine.speed import Speed
 from kvrelay.engine.stock import Stock
 from kvrelay.engine.tables import BlockTables
 
@@ -26,6 +27,8 @@ class Parts:
         puller: READs posted.
         clock: monotonic seconds.
         emit: takes events, in order.
+        chunk_tokens: most prompt tokens computed in one step.
+        speed: how fast this engine is.
         jobs: every job that has not ended, in order of arrival.
     """
 
@@ -37,4 +40,6 @@ class Parts:
     puller: Puller
     clock: Callable[[], float]
     emit: Callable[[Event], None]
+    chunk_tokens: int
+    speed: Speed = field(default_factory=Speed)
     jobs: dict[str, Job] = field(default_factory=dict)

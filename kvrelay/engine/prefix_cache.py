@@ -20,12 +20,14 @@ class Entry:
         keys: keys of its blocks; the last one names the page.
         parent: the page before it in the chain; None at the front.
         children: pages that continue it, by name.
+        hits: how often a sequence found it here; counted while somebody asks for `PrefixCache.used`.
     """
 
     page: int
     keys: tuple[bytes, ...]
     parent: "Entry | None"
     children: "dict[bytes, Entry]" = field(default_factory=dict)
+    hits: int = 0
 
     @property
     def name(self) -> bytes:
@@ -73,10 +75,16 @@ class Changes:
 
 
 class PrefixCache:
-    """Names pages of a pool by block keys, and hands out pages, giving up the least recently used entries for them."""
+    """Names pages of a pool by block keys, and hands out pages, giving up the least recently used entries for them.
+
+    Attributes:
+        changes: keys that came and went; lower tiers note theirs here too.
+        used: entries that were cached or hit, in order, for whoever empties it; None when nobody does.
+    """
 
     def __init__(self, pool: PagePool, *, blocks_per_page: int) -> None:
         self.changes = Changes()
+        self.used: list[Entry] | None = None
         self._pool = pool
         self._blocks_per_page = blocks_per_page
         self._entries: dict[bytes, Entry] = {}
@@ -94,6 +102,15 @@ class PrefixCache:
                 break
             pages.append(entry.page)
         return pages
+
+    def hit(self, pages: Sequence[int]) -> None:
+        """Note that a sequence uses cached pages."""
+        if self.used is None:
+            return
+        for page in pages:
+            entry = self._by_page[page]
+            entry.hits += 1
+            self.used.append(entry)
 
     def page_of(self, name: bytes) -> int | None:
         """Return the page whose last block has this key."""
@@ -119,6 +136,8 @@ class PrefixCache:
             above.children[entry.name] = entry
         self._pool.set_key(page)
         self.changes.add(keys)
+        if self.used is not None:
+            self.used.append(entry)
         return page
 
     def allocate(self) -> int:

@@ -12,6 +12,9 @@ Life of a job, as commands (>) and events (<):
                    < Pulled  > Verdict(valid=True)   < Tokens…  < Ended
     remote, lost   … > ReadLocally   or   > AttachLease (of the next alternate)
     prefill        > Prefill   < Granted  < PiecesFinal…  < FirstToken
+    with a holder  > Prefill or local Generate (prefix_tokens > 0)  < Held (prefix_s is set)
+                   > AttachLease (of the holder's prefix)  < Pulled  > Verdict    then as without; or > ReadLocally;
+                   after < PullFailed or an invalid verdict the job goes on by itself
     any            > Cancel (answers nothing)   < Failed
 
 Every job ends with exactly one of: Ended, Failed, FirstToken (prefill jobs), or the Cancel that the front sent.
@@ -81,13 +84,19 @@ class AgentInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullStats:
-    """What one pull moved. `elapsed_s` runs from the first READ posted to the last one done."""
+    """What one pull moved.
+
+    Attributes:
+        elapsed_s: from the first READ posted to the last one done; pieces wait for the owner to compute in it.
+        busy_s: the part of it with READs under way: what a rate is counted by.
+    """
 
     tokens: int
     pages: int
     bytes: int
     descriptors: int
     elapsed_s: float
+    busy_s: float
     transport: str = ""
 
 
@@ -96,26 +105,35 @@ class PullStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """Write an answer. With `remote`, the KV of the prompt comes by AttachLease; until then the job pins its prefix."""
+    """Write an answer. With `remote`, the KV of the prompt comes by AttachLease; until then the job pins its prefix.
+
+    `prefix_tokens` of a local prompt are held by another replica; when they are more than are held here, the job waits
+    for them by AttachLease, or for ReadLocally.
+    """
 
     job_id: JobId
     prompt: Prompt
     sampling: Sampling
     forced_next: int | None = None
     remote: bool = False
+    prefix_tokens: int = 0
     priority: int = 0
     deadline_at_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Read a prompt and lease its KV from `held_tokens` on. Fails as Unavailable when its lease ends before that."""
+    """Read a prompt and lease its KV from `held_tokens` on. Fails as Unavailable when its lease ends before that.
+
+    `prefix_tokens` as in Generate. Only a Prefill that waits for a prefix is answered by Held.
+    """
 
     job_id: JobId
     prompt: Prompt
     sampling: Sampling
     forced_next: int | None = None
     held_tokens: int = 0
+    prefix_tokens: int = 0
     priority: int = 0
     deadline_at_s: float = float("inf")
     lease_ttl_s: float
@@ -123,12 +141,17 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachLease:
-    """The prompt's KV is leased at `source`; pull it as it becomes final. Replaces an earlier lease of the job."""
+    """The prompt's KV is leased at `source`; pull it as it becomes final. Replaces an earlier lease of the job.
+
+    For a job that waits for a prefix: whole pages of that prefix, all final. They are pulled if there is room at once.
+    """
 
     job_id: JobId
     lease: LeaseGrant
     source: AgentInfo
     prefill_cached_tokens: int = 0
+    prefill_pulled_tokens: int = 0
+    prefill_pulled_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +191,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLocally:
-    """Give up on remote prefill: drop the lease and what was pulled, read the prompt here."""
+    """Give up on remote prefill, or on a prefix: drop the lease and what was pulled, read the prompt here."""
 
     job_id: JobId
 
@@ -268,20 +291,27 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A Generate was taken in; `tokens` of its prefix are held here, and pinned if the prompt comes from elsewhere."""
+    """A job was taken in; `tokens` of its prefix are held here, and pinned if the prompt comes from elsewhere.
+
+    `prefix_s` is set when the job waits for a prefix: computing here what the other replica holds beyond `tokens` would
+    take about this long, s.
+    """
 
     job_id: JobId
     tokens: int
+    prefix_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """A Prefill has its pages; `cached_tokens` of the prompt were cached here."""
+    """A Prefill has its pages; `cached_tokens` of the prompt were cached here, `pulled_tokens` after them pulled."""
 
     job_id: JobId
     lease: LeaseGrant
     cached_tokens: int
     queue_s: float
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +326,10 @@ class PiecesFinal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """A Prefill is done. Its lease lives on until confirmed, released or expired, unless `finish_reason` freed it."""
+    """A Prefill is done. Its lease lives on until confirmed, released or expired, unless `finish_reason` freed it.
+
+    `predicted_s` is what `compute_s` was predicted to be at `Granted`.
+    """
 
     job_id: JobId
     position: int
@@ -305,6 +338,7 @@ class FirstToken:
     finish_reason: FinishReason | None = None
     computed_tokens: int
     compute_s: float
+    predicted_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,10 +363,11 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullFailed:
-    """The pull failed; the job waits for AttachLease or ReadLocally.
+    """The pull failed; the job waits for AttachLease or ReadLocally, or reads its prompt when it waited for a prefix.
 
     `reason` is one word: "timeout" (no progress), "refused", "layout" or "short" (the lease does not fit), "gap" or
-    "evicted" (the prefix held here had to give way: lease from token 0), or what the transport says.
+    "evicted" (the prefix held here had to give way: lease from token 0), "room" (none for a prefix now), or what the
+    transport says.
     """
 
     job_id: JobId
@@ -377,10 +412,40 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksChanged:
-    """The set of cached blocks changed: keys of 16 bytes that came and went."""
+    """The set of blocks held in any tier changed: keys of 16 bytes that came and went."""
 
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLoad:
+    """A prefix that a lower tier held was loaded, or not.
+
+    Attributes:
+        tier: "disk".
+        choice: "loaded"; "computed" (predicted to be faster); "failed" (it was not there, whole and right: computed).
+        tokens: tokens that are in the cache by it; of "computed", those that could have been.
+        bytes: their KV.
+        expected_s: predicted time of the load.
+        elapsed_s: what it took, the wait for the tier's thread included.
+    """
+
+    tier: str
+    choice: str
+    tokens: int
+    bytes: int
+    expected_s: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierWrote:
+    """Pages were written to a lower tier; `unwritten_pages` were worth it but found too many on their way."""
+
+    tier: str
+    bytes: int
+    unwritten_pages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,6 +476,8 @@ Event: TypeAlias = (
     | Failed
     | LeaseReply
     | BlocksChanged
+    | TierLoad
+    | TierWrote
     | StateChanged
     | EngineDied
 )

@@ -34,6 +34,8 @@ class Remotes:
             return
         self._let_go(job)
         job.usage.prefill_cached_tokens = command.prefill_cached_tokens
+        job.usage.prefill_pulled_tokens = command.prefill_pulled_tokens
+        job.usage.prefill_pulled_bytes = command.prefill_pulled_bytes
         reason = self._misfit(job, command)
         if reason:
             self._parts.emit(PullFailed(job_id=job.job_id, lease_id=command.lease.lease_id, reason=reason))
@@ -87,7 +89,7 @@ class Remotes:
         job.usage.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
         job.usage.pulled_tokens = sequence.prompt_tokens - job.usage.cached_tokens
         stats = pull.stats()
-        job.usage.pulled_bytes, job.usage.pull_s = stats.bytes, stats.elapsed_s
+        job.usage.pulled_bytes, job.usage.pull_s = stats.bytes, stats.busy_s
         job.usage.pull_descriptors = stats.descriptors
         sequence.computed = len(sequence.ids)
         self._parts.tables.publish(sequence)

@@ -1,9 +1,12 @@
 """Block tables: how sequences get, fill, share and give back pages."""
 
+from collections.abc import Iterator
+
 from kvrelay.engine.pool import PagePool, PageState
 from kvrelay.engine.prefix_cache import PrefixCache
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kv.keys import block_keys
+from kvrelay.kv.tiers.tier import PageKeys
 from kvrelay.types import pack_ids, split_keys
 
 
@@ -21,14 +24,25 @@ class BlockTables:
         """Return how many pages hold that many tokens."""
         return -(-tokens // self.page_tokens)
 
+    def match(self, sequence: Sequence) -> list[int]:
+        """Return the cached pages that the sequence can use, from its front, without taking them."""
+        return self._cache.match(sequence.keys, max_pages=self._usable_pages(sequence))
+
+    def page_keys(self, sequence: Sequence, first: int) -> Iterator[PageKeys]:
+        """Yield the names of the pages, from the `first` on, that the sequence could use if they were cached."""
+        step = self._blocks_per_page
+        for index in range(first, self._usable_pages(sequence)):
+            parent = sequence.keys[index * step - 1] if index else None
+            yield PageKeys(tuple(sequence.keys[index * step : (index + 1) * step]), parent)
+
     def held_tokens(self, sequence: Sequence) -> int:
         """Return how much of the sequence the cache holds, without taking it."""
-        return len(self._match(sequence)) * self.page_tokens
+        return len(self.match(sequence)) * self.page_tokens
 
     def pin(self, sequence: Sequence) -> None:
         """Put the cached prefix into an empty block table, as far as no reservation needs the pages."""
         assert not sequence.pages
-        pages = self._match(sequence)
+        pages = self.match(sequence)
         room = self._pool.available
         for count, page in enumerate(pages):
             room -= self._pool.state(page) == PageState.CACHED
@@ -90,17 +104,18 @@ class BlockTables:
 
     # ------------------------------------------------------------ inside
 
-    def _match(self, sequence: Sequence) -> list[int]:
+    def _usable_pages(self, sequence: Sequence) -> int:
         # The last token is always computed: its logits are needed.
-        return self._cache.match(sequence.keys, max_pages=(len(sequence.ids) - 1) // self.page_tokens)
+        return (len(sequence.ids) - 1) // self.page_tokens
 
     def _match_beyond(self, sequence: Sequence) -> list[int]:
-        pages, pinned = self._match(sequence), list(sequence.pages)
+        pages, pinned = self.match(sequence), list(sequence.pages)
         return pages[len(pinned) :] if pages[: len(pinned)] == pinned else []
 
     def _take(self, sequence: Sequence, pages: list[int]) -> None:
         for page in pages:
             self._pool.acquire(page)
+        self._cache.hit(pages)
         sequence.pages.extend(pages)
         sequence.named = len(sequence.pages)
         sequence.computed = max(sequence.computed, len(sequence.pages) * self.page_tokens)

@@ -284,7 +284,8 @@ class Endpoint:
         for read, under_way in self._under_way.items():
             read.fail(under_way.doom or read.given_up_reason or reason)
         self._under_way.clear()
-        self._log.info("kv.endpoint_closed", reason=reason)
+        if reason != "closed":  # one that ended when asked to is no news
+            self._log.info("kv.endpoint_closed", reason=reason)
 
     def _drained(self) -> list[NixlRead]:
         reads: list[NixlRead] = []

@@ -23,6 +23,8 @@ from kvrelay.engine.protocol import (
     Prefill,
     Started,
     StateChanged,
+    TierLoad,
+    TierWrote,
 )
 from kvrelay.engine.side import EngineSide, start_engine
 from kvrelay.errors import DeadlineExceeded, KvrelayError, ResourceExhausted, Unavailable
@@ -65,6 +67,7 @@ class EngineBridge:
         self._numbers = itertools.count(1)
         self._backlog: deque[Command] = deque()
         self._blocks_listener: Callable[[BlocksChanged], None] | None = None
+        self._tier_listener: Callable[[TierLoad | TierWrote], None] | None = None
         self._turned = asyncio.Event()
         self._progress = Progress()
         self._room = threading.Semaphore(BATCHES_IN_FLIGHT)
@@ -154,6 +157,10 @@ class EngineBridge:
         Call it before `start`: changes are not kept for a listener that comes late.
         """
         self._blocks_listener = listener
+
+    def on_tier(self, listener: Callable[[TierLoad | TierWrote], None]) -> None:
+        """Have what moves between the engine's pool and lower tiers told to `listener`, on the loop's thread."""
+        self._tier_listener = listener
 
     # ------------------------------------------------------------ jobs
 
@@ -252,6 +259,9 @@ class EngineBridge:
                 self._die(event.error)
             case StateChanged():
                 self._turned.set()
+            case TierLoad() | TierWrote():
+                if self._tier_listener is not None:
+                    self._tier_listener(event)
             case BlocksChanged():
                 pass  # taken by the reader thread
             case _:

@@ -54,6 +54,7 @@ class Membership:
         on_refused: Callable[[KvrelayError], None],
         heartbeat_interval_s: float,
         ttl_s: float,
+        log_level: str = "info",
     ) -> None:
         """`state` is called on the agent's thread."""
         self._replica = replica
@@ -64,7 +65,7 @@ class Membership:
         self._on_refused = on_refused
         self._interval_s = heartbeat_interval_s
         self._ttl_s = ttl_s
-        self._log = get_logger("membership")
+        self._log = get_logger("membership", level=log_level)
         self._epoch: int | None = None
         self._snapshot_due = False
         self._degraded = False

@@ -13,7 +13,10 @@ from kvrelay.model.files import resolve
 from kvrelay.replica.blocks import BlockLedger
 from kvrelay.replica.bridge import EngineBridge
 from kvrelay.replica.membership import Membership
+from kvrelay.replica.peers import Peers
+from kvrelay.replica.prefix_pull import PrefixPull
 from kvrelay.replica.service import KvSource
+from kvrelay.replica.tier_log import TierLog
 from kvrelay.rpc.channel import Channels
 from kvrelay.rpc.server import RpcServer, run
 from kvrelay.telemetry import Telemetry
@@ -40,12 +43,16 @@ class ReplicaProcess:
         telemetry: traces, metrics, log.
         bridge: the engine.
         channels: connections to other replicas; after `start`.
+        peers: what it knows of those that it pulls from; after the engine is up.
+        prefix_pull: loads prefixes that other replicas hold; after the engine is up.
         server: the gRPC server; after `start`.
         identity: what it serves; after the engine is up.
         peer: who it is to others; after `start`.
     """
 
     channels: Channels
+    peers: Peers
+    prefix_pull: PrefixPull
     server: RpcServer
     identity: ModelIdentity
     peer: Peer
@@ -68,7 +75,7 @@ class ReplicaProcess:
         """Have a service added when the server is made; `name` is its full name.
 
         `install` is called once the engine is up and before the server listens: `bridge.started`, `identity`,
-        `channels` and `server` are there, `peer` is not yet.
+        `channels`, `peers`, `prefix_pull` and `server` are there, `peer` is not yet.
         """
         self._installs.append((name, install))
 
@@ -128,6 +135,7 @@ class ReplicaProcess:
     async def _start(self) -> str:
         self._loop = asyncio.get_running_loop()
         self.bridge.on_blocks(lambda event: self._ledger.change(event.added, event.removed))
+        self.bridge.on_tier(TierLog(self.telemetry))
         started = await self.bridge.start(timeout_s=ENGINE_START_TIMEOUT_S)
         self.identity = make_identity(
             model=await asyncio.to_thread(self._alias),
@@ -137,6 +145,9 @@ class ReplicaProcess:
             context_tokens=started.context_tokens,
         )
         self.channels = Channels()
+        self.peers = Peers(self.channels, me=lambda: self.peer, agent=started.agent, identity=self.identity)
+        self.on_stop(self.peers.settle)
+        self.prefix_pull = PrefixPull(self.bridge, self.peers, self.telemetry, lease_ttl_s=self.config.lease_ttl_s)
         self.server = RpcServer(self.config, name=self.replica_id, telemetry=self.telemetry)
         self._install_services()
         address = await self.server.start()
@@ -188,6 +199,7 @@ class ReplicaProcess:
             on_refused=self._on_refused,
             heartbeat_interval_s=self.config.heartbeat_interval_s,
             ttl_s=self.config.liveness_ttl_s,
+            log_level=self.config.log_level,
         )
         self._membership.start()
 

@@ -14,17 +14,10 @@ from kvrelay.errors import InvalidArgument, KvrelayError, PeerLost
 from kvrelay.rpc import convert
 from kvrelay.rpc.convert import TokenSpan
 from kvrelay.rpc.errors import from_rpc_error
-from kvrelay.types import FinishReason, Peer, Sampling, Usage
-from kvrelay.v1 import common_pb2, decode_pb2, prefill_pb2
+from kvrelay.rpc.lease_convert import holder_to_pb
+from kvrelay.types import FinishReason, Holder, Peer, Sampling, Usage
+from kvrelay.v1 import common_pb2, decode_pb2
 from kvrelay.v1.decode_pb2_grpc import DecodeStub
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A replica that holds the first `blocks` blocks of a prompt."""
-
-    peer: Peer
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +158,7 @@ _STATES: Final = {
 
 def order_to_pb(order: DecodeOrder) -> decode_pb2.DecodeGenerateRequest:
     """Return the wire's request."""
-    holder = None if order.holder is None else _holder_to_pb(order.holder)
+    holder = None if order.holder is None else holder_to_pb(order.holder)
     slo = common_pb2.Slo(ttft_ms=order.ttft_slo_ms, tpot_ms=order.tpot_slo_ms)
     return decode_pb2.DecodeGenerateRequest(
         request_id=order.request_id,
@@ -176,10 +169,13 @@ def order_to_pb(order: DecodeOrder) -> decode_pb2.DecodeGenerateRequest:
         block_keys=order.prompt.block_keys,
         sampling=convert.sampling_to_pb(order.sampling),
         prefill_targets=[
-            decode_pb2.PrefillTarget(peer=convert.peer_to_pb(peer), holder=_other_than(peer, order.holder, holder))
+            decode_pb2.PrefillTarget(
+                peer=convert.peer_to_pb(peer),
+                holder=None if order.holder is None or order.holder.peer.replica_id == peer.replica_id else holder,
+            )
             for peer in order.targets
         ],
-        holder=holder,
+        holder=None if order.targets else holder,
         priority=order.priority,
         slo=slo,
         expected_incarnation=order.incarnation,
@@ -219,13 +215,3 @@ def _finished_from_pb(pb: decode_pb2.Finished) -> Finished:
     return Finished(reason, convert.usage_from_pb(pb.usage), pb.stop_id if pb.HasField("stop_id") else None)
 
 
-def _holder_to_pb(holder: Holder) -> prefill_pb2.PrefixHolder:
-    return prefill_pb2.PrefixHolder(
-        peer=convert.peer_to_pb(holder.peer), blocks=holder.blocks, tier=common_pb2.TIER_DEVICE
-    )
-
-
-def _other_than(
-    peer: Peer, holder: Holder | None, told: prefill_pb2.PrefixHolder | None
-) -> prefill_pb2.PrefixHolder | None:
-    return None if holder is None or holder.peer.replica_id == peer.replica_id else told

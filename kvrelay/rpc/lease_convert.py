@@ -9,8 +9,15 @@ from collections.abc import Iterable
 from kvrelay.engine.protocol import AgentInfo, LeasedPage, LeaseGrant
 from kvrelay.errors import InvalidArgument
 from kvrelay.rpc.convert import layout_from_pb, layout_to_pb, peer_from_pb, peer_to_pb
-from kvrelay.types import Peer
-from kvrelay.v1 import kv_source_pb2
+from kvrelay.types import Holder, Peer
+from kvrelay.v1 import common_pb2, kv_source_pb2, prefill_pb2
+
+_TIERS = {
+    "device": common_pb2.TIER_DEVICE,
+    "host": common_pb2.TIER_HOST,
+    "disk": common_pb2.TIER_DISK,
+}
+_TIERS_BACK = {pb: tier for tier, pb in _TIERS.items()} | {common_pb2.TIER_UNSPECIFIED: "device"}
 
 
 def pages_to_pb(pages: Iterable[LeasedPage]) -> list[kv_source_pb2.LeasedPage]:
@@ -87,3 +94,18 @@ def agent_from_pb(pb: kv_source_pb2.HandshakeResponse) -> AgentInfo:
         memory=pb.memory,
         device_id=pb.device_id,
     )
+
+
+def holder_to_pb(holder: Holder) -> prefill_pb2.PrefixHolder:
+    """Return the wire's holder."""
+    return prefill_pb2.PrefixHolder(peer=peer_to_pb(holder.peer), blocks=holder.blocks, tier=_TIERS[holder.tier])
+
+
+def holder_from_pb(pb: prefill_pb2.PrefixHolder) -> Holder | None:
+    """Return the holder; None when its tier is one that this version does not know, and cannot pull from.
+
+    Raises:
+        InvalidArgument: it names no replica.
+    """
+    peer = peer_from_pb(pb.peer, name="holder.peer")
+    return Holder(peer, pb.blocks, _TIERS_BACK[pb.tier]) if pb.tier in _TIERS_BACK else None

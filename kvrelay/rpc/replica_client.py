@@ -10,11 +10,11 @@ from typing import TypeAlias
 
 import grpc
 
-from kvrelay.engine.protocol import AgentInfo, FirstToken, Granted, JobId, LeasedPage, PiecesFinal, Prompt
+from kvrelay.engine.protocol import AgentInfo, FirstToken, Granted, JobId, LeasedPage, LeaseGrant, PiecesFinal, Prompt
 from kvrelay.errors import PeerLost
 from kvrelay.rpc import convert, lease_convert
 from kvrelay.rpc.errors import from_rpc_error
-from kvrelay.types import KvLayout, ModelIdentity, Peer, Sampling
+from kvrelay.types import Holder, KvLayout, ModelIdentity, Peer, Sampling
 from kvrelay.v1 import kv_source_pb2, prefill_pb2
 from kvrelay.v1.kv_source_pb2_grpc import KvSourceStub
 from kvrelay.v1.prefill_pb2_grpc import PrefillStub
@@ -35,6 +35,7 @@ class PrefillOrder:
     puller: Peer
     priority: int
     lease_ttl_s: float
+    holder: Holder | None = None
 
 
 class PrefillClient:
@@ -93,6 +94,34 @@ class KvSourceClient:
         with _errors():
             return lease_convert.agent_from_pb(await self._stub.Handshake(request, timeout=timeout_s))
 
+    async def lease_prefix(
+        self,
+        *,
+        puller: Peer,
+        owner_incarnation: str,
+        block_keys: bytes,
+        skip_blocks: int,
+        ttl_s: float,
+        timeout_s: float,
+    ) -> LeaseGrant:
+        """Lease the longest prefix that the owner holds of the keys, past the first `skip_blocks`.
+
+        Raises:
+            NotFound: it holds nothing of them.
+            ResourceExhausted: too much lies under lease there.
+            StaleIncarnation: the owner was restarted.
+        """
+        request = kv_source_pb2.LeasePrefixRequest(
+            puller=convert.peer_to_pb(puller),
+            owner_incarnation=owner_incarnation,
+            block_keys=block_keys,
+            skip_blocks=skip_blocks,
+            ttl_s=ttl_s,
+        )
+        with _errors():
+            response = await self._stub.LeasePrefix(request, timeout=timeout_s)
+        return lease_convert.lease_from_pb(response.lease)
+
     async def extend(
         self, *, owner_incarnation: str, lease_ids: Sequence[str], ttl_s: float, timeout_s: float
     ) -> tuple[str, ...]:
@@ -145,6 +174,7 @@ def _start_request(order: PrefillOrder, incarnation: str) -> prefill_pb2.StartRe
         priority=order.priority,
         lease_ttl_s=order.lease_ttl_s,
         expected_incarnation=incarnation,
+        holder=None if order.holder is None else lease_convert.holder_to_pb(order.holder),
     )
 
 
@@ -157,6 +187,8 @@ def _prefill_event(response: prefill_pb2.StartResponse, job_id: JobId, lease_id:
                 lease=lease_convert.lease_from_pb(granted.lease),
                 cached_tokens=granted.cached_tokens,
                 queue_s=granted.queue_s,
+                pulled_tokens=granted.pulled_tokens,
+                pulled_bytes=granted.pulled_bytes,
             )
         case "ready":
             return PiecesFinal(job_id=job_id, lease_id=lease_id, pages=response.ready.pages, all=response.ready.all)

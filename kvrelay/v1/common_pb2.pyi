@@ -593,6 +593,8 @@ class Usage(_message.Message):
     PULL_S_FIELD_NUMBER: _builtins.int
     PULL_DESCRIPTORS_FIELD_NUMBER: _builtins.int
     DECODE_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_PULLED_BYTES_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     cached_tokens: _builtins.int
@@ -608,11 +610,15 @@ class Usage(_message.Message):
     pulled_bytes: _builtins.int
     """KV bytes pulled."""
     pull_s: _builtins.float
-    """Time the pulls took, first READ posted to last READ done, s."""
+    """Time with READs under way, s; less than the pulls lasted where pieces waited for the prefill replica to compute."""
     pull_descriptors: _builtins.int
     """NIXL descriptors in those pulls."""
     decode_computed_tokens: _builtins.int
     """Prompt tokens that the decode replica itself computed."""
+    prefill_pulled_tokens: _builtins.int
+    """Prompt tokens that the prefill replica pulled from a holder of the prefix."""
+    prefill_pulled_bytes: _builtins.int
+    """KV bytes that it pulled for them."""
     def __init__(
         self,
         *,
@@ -626,8 +632,10 @@ class Usage(_message.Message):
         pull_s: _builtins.float = ...,
         pull_descriptors: _builtins.int = ...,
         decode_computed_tokens: _builtins.int = ...,
+        prefill_pulled_tokens: _builtins.int = ...,
+        prefill_pulled_bytes: _builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "decode_computed_tokens", b"decode_computed_tokens", "output_tokens", b"output_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prompt_tokens", b"prompt_tokens", "pull_descriptors", b"pull_descriptors", "pull_s", b"pull_s", "pulled_bytes", b"pulled_bytes", "pulled_tokens", b"pulled_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "decode_computed_tokens", b"decode_computed_tokens", "output_tokens", b"output_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_pulled_bytes", b"prefill_pulled_bytes", "prefill_pulled_tokens", b"prefill_pulled_tokens", "prompt_tokens", b"prompt_tokens", "pull_descriptors", b"pull_descriptors", "pull_s", b"pull_s", "pulled_bytes", b"pulled_bytes", "pulled_tokens", b"pulled_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015

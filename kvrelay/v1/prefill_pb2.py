@@ -26,7 +26,7 @@ from kvrelay.v1 import common_pb2 as kvrelay_dot_v1_dot_common__pb2
 from kvrelay.v1 import kv_source_pb2 as kvrelay_dot_v1_dot_kv__source__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/prefill.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\x1a\x1akvrelay/v1/kv_source.proto\"^\n\x0cPrefixHolder\x12\x1e\n\x04peer\x18\x01 \x01(\x0b\x32\x10.kvrelay.v1.Peer\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x1e\n\x04tier\x18\x03 \x01(\x0e\x32\x10.kvrelay.v1.Tier\"\x97\x03\n\x0cStartRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x12\n\noutput_ids\x18\x04 \x01(\x0c\x12\x10\n\x08root_key\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12&\n\x08sampling\x18\x07 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x18\n\x0b\x66orced_next\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bheld_tokens\x18\t \x01(\r\x12 \n\x06puller\x18\n \x01(\x0b\x32\x10.kvrelay.v1.Peer\x12(\n\x06holder\x18\x0b \x01(\x0b\x32\x18.kvrelay.v1.PrefixHolder\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x13\n\x0blease_ttl_s\x18\r \x01(\x01\x12\x1c\n\x03slo\x18\x0e \x01(\x0b\x32\x0f.kvrelay.v1.Slo\x12\x1c\n\x14\x65xpected_incarnation\x18\x0f \x01(\tB\x0e\n\x0c_forced_next\"\x93\x01\n\rStartResponse\x12&\n\x07granted\x18\x01 \x01(\x0b\x32\x13.kvrelay.v1.GrantedH\x00\x12\"\n\x05ready\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.ReadyH\x00\x12-\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"S\n\x07Granted\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Lease\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"3\n\x05Ready\x12\r\n\x05pages\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\"\x8f\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.TokenSpan\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x32I\n\x07Prefill\x12>\n\x05Start\x12\x18.kvrelay.v1.StartRequest\x1a\x19.kvrelay.v1.StartResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/prefill.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/common.proto\x1a\x1akvrelay/v1/kv_source.proto\"^\n\x0cPrefixHolder\x12\x1e\n\x04peer\x18\x01 \x01(\x0b\x32\x10.kvrelay.v1.Peer\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x1e\n\x04tier\x18\x03 \x01(\x0e\x32\x10.kvrelay.v1.Tier\"\x97\x03\n\x0cStartRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12\x12\n\noutput_ids\x18\x04 \x01(\x0c\x12\x10\n\x08root_key\x18\x05 \x01(\x0c\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12&\n\x08sampling\x18\x07 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x18\n\x0b\x66orced_next\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bheld_tokens\x18\t \x01(\r\x12 \n\x06puller\x18\n \x01(\x0b\x32\x10.kvrelay.v1.Peer\x12(\n\x06holder\x18\x0b \x01(\x0b\x32\x18.kvrelay.v1.PrefixHolder\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x13\n\x0blease_ttl_s\x18\r \x01(\x01\x12\x1c\n\x03slo\x18\x0e \x01(\x0b\x32\x0f.kvrelay.v1.Slo\x12\x1c\n\x14\x65xpected_incarnation\x18\x0f \x01(\tB\x0e\n\x0c_forced_next\"\x93\x01\n\rStartResponse\x12&\n\x07granted\x18\x01 \x01(\x0b\x32\x13.kvrelay.v1.GrantedH\x00\x12\"\n\x05ready\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.ReadyH\x00\x12-\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.FirstTokenH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x07Granted\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Lease\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x15\n\rpulled_tokens\x18\x04 \x01(\r\x12\x14\n\x0cpulled_bytes\x18\x05 \x01(\x04\"3\n\x05Ready\x12\r\n\x05pages\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\"\x8f\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.TokenSpan\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x32I\n\x07Prefill\x12>\n\x05Start\x12\x18.kvrelay.v1.StartRequest\x1a\x19.kvrelay.v1.StartResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,12 +39,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTREQUEST']._serialized_end=597
   _globals['_STARTRESPONSE']._serialized_start=600
   _globals['_STARTRESPONSE']._serialized_end=747
-  _globals['_GRANTED']._serialized_start=749
-  _globals['_GRANTED']._serialized_end=832
-  _globals['_READY']._serialized_start=834
-  _globals['_READY']._serialized_end=885
-  _globals['_FIRSTTOKEN']._serialized_start=888
-  _globals['_FIRSTTOKEN']._serialized_end=1031
-  _globals['_PREFILL']._serialized_start=1033
-  _globals['_PREFILL']._serialized_end=1106
+  _globals['_GRANTED']._serialized_start=750
+  _globals['_GRANTED']._serialized_end=878
+  _globals['_READY']._serialized_start=880
+  _globals['_READY']._serialized_end=931
+  _globals['_FIRSTTOKEN']._serialized_start=934
+  _globals['_FIRSTTOKEN']._serialized_end=1077
+  _globals['_PREFILL']._serialized_start=1079
+  _globals['_PREFILL']._serialized_end=1152
 # @@protoc_insertion_point(module_scope)

@@ -184,10 +184,16 @@ class Granted(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Tokens that the prefill replica had cached, from position 0."""
     queue_s: _builtins.float
     """Time spent in the prefill queue, s."""
+    pulled_tokens: _builtins.int
+    """Tokens after the cached ones that it pulled from the holder."""
+    pulled_bytes: _builtins.int
+    """KV bytes that it pulled for them."""
     @_builtins.property
     def lease(self) -> _kv_source_pb2.Lease:
         """Covers the sequence from held_tokens on."""
@@ -198,10 +204,12 @@ class Granted(_message.Message):
         lease: _kv_source_pb2.Lease | None = ...,
         cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
+        pulled_tokens: _builtins.int = ...,
+        pulled_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "lease", b"lease", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "lease", b"lease", "pulled_bytes", b"pulled_bytes", "pulled_tokens", b"pulled_tokens", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Granted: _TypeAlias = Granted  # noqa: Y015

@@ -34,8 +34,13 @@ def decided(ask: Ask, decode: Candidate, readers: Sequence[Candidate]) -> list[C
 
 
 def with_holder(choice: Choice, candidates: Candidates, rng: Random) -> Choice:
-    """Name the replica that holds the most of the prefix, when it holds more than the one that reads it."""
+    """Name the replica that holds the most of the prefix, when it holds more than the one that reads it.
+
+    Of several, the decode replica of the pair: it keeps its prefix for this request, the others might not.
+    """
     most = max(c.held_tokens for c in candidates.everyone())
     if most <= choice.reader.held_tokens:
         return choice
+    if choice.decode.held_tokens == most:
+        return replace(choice, holder=choice.decode)
     return replace(choice, holder=rng.choice([c for c in candidates.everyone() if c.held_tokens == most]))

@@ -4,16 +4,28 @@ import asyncio
 
 import grpc
 import pytest
-from support.replicas import BLOCK_TOKENS, Answer, at_rest, generate, generating, order, prompt, replica
+from support.replicas import (
+    BLOCK_TOKENS,
+    Answer,
+    at_rest,
+    generate,
+    generating,
+    order,
+    prompt,
+    replica,
+    start_request,
+)
 from support.rpc import CALL_S, until
 
 from decode_svc import leg
 from kvrelay.engine import loop
 from kvrelay.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from kvrelay.kv.faults import FaultPlan, FaultyTransfer
+from kvrelay.kv.faults import Fault, FaultyTransfer, Plan, listed
+from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.errors import from_rpc_error
 from kvrelay.types import Peer
 from kvrelay.v1 import decode_pb2
+from kvrelay.v1.prefill_pb2_grpc import PrefillStub
 
 SLOW = "prefill_ms_per_token=2"
 PACED = "step_ms=20"
@@ -25,7 +37,7 @@ def faulty(monkeypatch):
     made: list[FaultyTransfer] = []
     real = loop.make_transfer
 
-    def plan_reads(plan: FaultPlan) -> list[FaultyTransfer]:
+    def plan_reads(plan: Plan) -> list[FaultyTransfer]:
         def make(agent_name: str):
             transfer = real(agent_name)
             if not agent_name.startswith("decode-"):
@@ -70,7 +82,7 @@ async def test_prefill_that_dies_while_it_reads_the_prompt():
 
 async def test_a_pull_that_fails_goes_to_the_next_target_and_keeps_what_was_passed_on(faulty):
     ids = prompt(3, 200)
-    faulty(FaultPlan(fail=frozenset({0})))
+    faulty(listed({0: Fault(fails=True)}))
     async with (
         replica("decode", replica_id="decode") as decode,
         replica("prefill") as first,
@@ -86,7 +98,7 @@ async def test_a_pull_that_fails_goes_to_the_next_target_and_keeps_what_was_pass
 
 async def test_a_failed_pull_without_alternates_is_made_up_for_locally(faulty):
     ids = prompt(4, 200)
-    faulty(FaultPlan(fail=frozenset({0})))
+    faulty(listed({0: Fault(fails=True)}))
     async with replica("decode", replica_id="decode") as decode, replica("prefill") as prefill:
         answer = await generate(decode, order(decode, ids, targets=[prefill.peer]))
         assert answer.ids == await local_answer(ids)
@@ -96,6 +108,32 @@ async def test_a_failed_pull_without_alternates_is_made_up_for_locally(faulty):
         # One failure does not disable a peer.
         after = await generate(decode, order(decode, prompt(5, 200), targets=[prefill.peer]))
         assert after.legs[-1] == ("pulled", "")
+
+
+async def test_decode_holds_no_room_for_a_lost_lease_while_the_next_replica_is_asked(faulty):
+    ids = prompt(8, 200)
+    transfers = faulty(listed({0: Fault(hold=True)}))
+    async with (
+        replica("decode", replica_id="decode") as decode,
+        replica("prefill") as first,
+        # Its stock takes one lease at a time.
+        replica("prefill", stock_share=0.01) as busy,
+        open_channel(busy.peer.address) as channel,
+    ):
+        stock = PrefillStub(channel).Start(start_request(busy, prompt(9, 200), decode.peer), timeout=CALL_S)
+        await until(lambda: busy.bridge.state.leases, "the stock is full")
+        asked = asyncio.create_task(generate(decode, order(decode, ids, targets=[first.peer, busy.peer])))
+        await until(lambda: transfers[0].reads, "the pull is under way")
+        await first.server.stop(0)
+        await until(lambda: busy.bridge.state.waiting, "the next one is asked")
+        transfers[0].let_go([0])
+        bridge = decode.bridge
+        await until(lambda: bridge.state.pages_free == bridge.state.pages_total, "the room is given back")
+        stock.cancel()
+        answer = await asked
+        assert answer.ids == await local_answer(ids)
+        assert answer.legs[-1] == ("pulled", "")
+        await at_rest(decode, busy)
 
 
 async def test_prefill_that_dies_after_the_pull_and_before_the_verdict(monkeypatch):
@@ -285,7 +323,7 @@ async def read_all(call) -> None:
 
 
 async def test_cancelling_in_any_phase_leaves_nothing_behind(faulty):
-    transfers = faulty(FaultPlan(hold=frozenset({0})))
+    transfers = faulty(listed({0: Fault(hold=True)}))
     async with (
         replica("decode", replica_id="decode", mock_profile=PACED) as decode,
         replica("prefill", mock_profile=SLOW) as prefill,
@@ -305,7 +343,7 @@ async def test_cancelling_in_any_phase_leaves_nothing_behind(faulty):
 
 
 async def test_a_decode_replica_that_dies_takes_its_leases_with_it(faulty):
-    transfers = faulty(FaultPlan(hold=frozenset({0})))
+    transfers = faulty(listed({0: Fault(hold=True)}))
     async with replica("prefill") as prefill:
         async with (
             replica("decode", replica_id="decode") as decode,

@@ -23,7 +23,7 @@ BLOCK_TOKENS = 32
 
 
 def config(role: str, **changes: Any) -> ReplicaConfig:
-    values = {"engine": "mock", "model": "mock", "registry": "", "kv_mib": 1, "role": role}
+    values = {"engine": "mock", "model": "mock", "registry": "", "kv_mib": 1, "piece_kib": 0, "role": role}
     return ReplicaConfig(**(values | changes))
 
 

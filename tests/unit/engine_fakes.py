@@ -141,7 +141,15 @@ class Replica:
         self.events = []
         self.taken = 0
         self.config = EngineConfig(
-            **{"engine": "mock", "block_tokens": BLOCK, "page_tokens": BLOCK, "chunk_tokens": 16, "kv_mib": 1} | options
+            **{
+                "engine": "mock",
+                "block_tokens": BLOCK,
+                "page_tokens": BLOCK,
+                "chunk_tokens": 16,
+                "kv_mib": 1,
+                "piece_kib": 0,
+            }
+            | options
         )
         self.runner = MockRunner(self.config, sleep=self.clock.sleep)
         allocate = self.runner.allocate

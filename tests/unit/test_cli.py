@@ -22,7 +22,7 @@ from kvrelay.up.state import FleetRecord, StateFile
 RUN_TIMEOUT_S = 60.0
 DECODE = Peer("decode-0", "i", "h:1")
 PREFILL = Peer("prefill-0", "i", "h:2")
-LIGHT_COMMANDS = ("up", "demo", "chat", "generate", "status", "kill", "health", "version")
+LIGHT_COMMANDS = ("up", "demo", "chat", "generate", "status", "kill", "doctor", "health", "version")
 
 
 def answer(*, prefill=PREFILL, attempts=1, **usage):

@@ -231,6 +231,21 @@ def test_the_reader_that_holds_the_most_needs_no_holder():
     assert choose(ask(rule="never"), held(P2D2, d1=960, p1=640)).holder is None
 
 
+def test_a_decode_replica_that_holds_more_than_the_prefill_replica_is_its_holder():
+    for seed in range(20):
+        choice = choose(ask(rule="always"), held(P2D2, d1=960, p1=640, p2=640), seed)
+        assert names(choice)[0] == "d1"
+        assert choice.holder is not None
+        assert choice.holder.peer.replica_id == "d1"
+
+
+def test_of_several_holders_the_pairs_own_decode_replica_is_named():
+    for seed in range(20):
+        choice = choose(ask(rule="always"), held(P2D2, d1=960, d2=960), seed)
+        assert choice.holder is not None
+        assert choice.holder.peer.replica_id == names(choice)[0]
+
+
 # ---------------------------------------------------------------- the decider
 
 

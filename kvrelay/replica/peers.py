@@ -1,16 +1,18 @@
-"""What a decode replica knows of the replicas it pulls from."""
+"""What a replica knows of the replicas it pulls from."""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from decode_svc.reasons import UNCONFIRMED
-from kvrelay.engine.protocol import AgentInfo, LeasedPage
+from kvrelay.engine.protocol import AgentInfo, LeasedPage, LeaseGrant
 from kvrelay.errors import KvrelayError, ResourceExhausted, Unavailable
 from kvrelay.rpc.channel import Channels
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.replica_client import KvSourceClient, PrefillClient
 from kvrelay.types import ModelIdentity, Peer
+
+UNCONFIRMED = "unconfirmed"
+"""The owner gave no verdict in time."""
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Longest wait for a handshake: two connection attempts and an answer between two engine steps."""
@@ -29,7 +31,7 @@ RELEASES_MAX = 1024
 """Releases under way; past it leases are left to expire."""
 
 AGENTS_MAX = 1024
-"""Handshakes kept; more than a fleet has prefill replicas."""
+"""Handshakes kept; more than a fleet has replicas."""
 
 
 class Peers:
@@ -78,6 +80,28 @@ class Peers:
         )
         await self._keep(peer, agent)
         return agent
+
+    def knows(self, peer: Peer) -> bool:
+        """Tell whether there was a handshake with this very start of a peer."""
+        known = self._agents.get(peer.replica_id)
+        return known is not None and known[0] == peer
+
+    async def lease_prefix(
+        self, peer: Peer, block_keys: bytes, *, skip_blocks: int, ttl_s: float, deadline: Deadline
+    ) -> LeaseGrant:
+        """Lease what a peer holds of a prefix past its first `skip_blocks`; granted or refused at once.
+
+        Raises:
+            KvrelayError: refused, or the peer cannot be reached.
+        """
+        return await self.source(peer).lease_prefix(
+            puller=self.me,
+            owner_incarnation=peer.incarnation,
+            block_keys=block_keys,
+            skip_blocks=skip_blocks,
+            ttl_s=ttl_s,
+            timeout_s=deadline.left_s(),
+        )
 
     async def lost(self, peer: Peer) -> None:
         """Forget the connection to a peer that could not be reached: the next try starts without backoff."""
