@@ -1,8 +1,9 @@
 """Keeps the children of a fleet running: starts them in order, restarts those that die, ends them in order."""
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
@@ -21,6 +22,9 @@ DRAIN_MARGIN_S = 5.0
 
 KILL_TIMEOUT_S = 5.0
 """A killed process is gone at once, unless the kernel holds it."""
+
+ENDED_WELL: Final = (0, -signal.SIGTERM)
+"""How a child ends that is told to drain: by itself, or at once where it had not started enough to hear of it."""
 
 T = TypeVar("T")
 
@@ -129,7 +133,7 @@ class Fleet:
         if late:
             await asyncio.wait(late, timeout=KILL_TIMEOUT_S)
         for wait, child in waits.items():
-            if not wait.done() or wait.result() != 0:
+            if not wait.done() or wait.result() not in ENDED_WELL:
                 how = describe_exit(wait.result()) if wait.done() else "still there"
                 self._unclean.append(f"{child.spec.name} ({how})")
             wait.cancel()

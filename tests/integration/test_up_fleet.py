@@ -131,6 +131,12 @@ async def test_a_child_that_never_gets_ready_is_named(tmp_path):
         assert await made.fleet.drain() in ((), ("router (signal SIGTERM)",))
 
 
+async def test_a_child_that_drain_meets_while_it_starts_has_ended_well(tmp_path):
+    async with supervised(tmp_path, {"prefill-0": "deaf"}) as made:
+        await made.fleet.start(START_TIMEOUT_S)
+        assert await made.fleet.drain() == ()
+
+
 async def test_a_child_that_will_not_drain_is_killed_and_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr("kvrelay.up.fleet.DRAIN_MARGIN_S", 0.1)
     async with supervised(tmp_path, {"decode-0": "stubborn"}, drain_timeout_s=0.1) as made:

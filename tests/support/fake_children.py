@@ -28,7 +28,8 @@ def drained(number, frame):
 if behaviour == "crash":
     print("cannot bind the port", file=sys.stderr)
     sys.exit(7)
-signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else drained)
+if behaviour != "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else drained)
 signal.signal(signal.SIGINT, lambda number, frame: note("interrupted"))
 if behaviour == "chatty":
     print("x" * 200_000)
