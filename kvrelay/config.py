@@ -115,9 +115,7 @@ class EngineConfig:
     page_tokens: int = option(PAGE_TOKENS_CPU, "tokens in a page, a multiple of block_tokens")
     kv_mib: int = option(1024, "memory of the KV pool, MiB")
     chunk_tokens: int = option(256, "most prompt tokens computed in one step")
-    piece_kib: int = option(
-        PIECE_KIB, "least KV to announce before a prompt is complete, KiB; 0: each step's"
-    )
+    piece_kib: int = option(PIECE_KIB, "least KV to announce before a prompt is complete, KiB; 0: each step's")
     max_sequences: int = option(32, "most sequences decoded at once")
     queue_jobs: int = option(256, "jobs that may wait in the engine")
     stock_share: float = option(STOCK_SHARE, "share of the pool's pages that may lie under lease")

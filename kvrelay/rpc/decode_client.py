@@ -213,5 +213,3 @@ def _finished_from_pb(pb: decode_pb2.Finished) -> Finished:
     if reason is None:
         raise PeerLost("the decode replica ended an answer without a reason; try another one")
     return Finished(reason, convert.usage_from_pb(pb.usage), pb.stop_id if pb.HasField("stop_id") else None)
-
-
