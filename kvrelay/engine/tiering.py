@@ -49,8 +49,8 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """True while pages are on their way, or about to be."""
-        return bool(self._cache.used) or self._writes.busy or self._loads.busy
+        """True while pages are on their way, or about to be, or a result waits to be noted."""
+        return bool(self._cache.used) or self._worker.busy or self._writes.busy or self._loads.busy
 
     @property
     def pinned(self) -> set[int]:

@@ -81,9 +81,16 @@ class TierWorker:
         self._tasks: queue.PriorityQueue[_Task] = queue.PriorityQueue(maxsize=TASKS_MAX)
         self._results: deque[Result] = deque()  # bounded by the tasks that were taken
         self._numbers = itertools.count()
+        self._taken = 0  # counted by the callers' thread
+        self._ended = 0  # counted by the tier's own, when the result is there
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tier {tier.name}", daemon=True)
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """True until everything asked for has been done and its results have been taken."""
+        return self._ended < self._taken or bool(self._results)
 
     def put(self, page: PageKeys, data: memoryview) -> bool:
         """Have a page written; False when too much waits already."""
@@ -120,6 +127,7 @@ class TierWorker:
             self._tasks.put_nowait(_Task(rank, next(self._numbers), run, failed))
         except queue.Full:
             return False
+        self._taken += 1
         return True
 
     # ------------------------------------------------------------ its own thread
@@ -141,6 +149,7 @@ class TierWorker:
                     self._results.append(Broken(str(error)))
             if result is not None:
                 self._results.append(result)
+            self._ended += 1
         self.tier.close()
 
     def _put(self, page: PageKeys, data: memoryview) -> Result:
