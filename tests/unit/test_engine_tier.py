@@ -1,5 +1,6 @@
 """A replica with a disk tier: what it computed once it loads after a restart, whole and right or not at all."""
 
+import contextlib
 import logging
 import os
 import random
@@ -339,7 +340,8 @@ def test_a_random_history_with_a_small_pool_and_a_small_disk_ends_right(tmp_path
                 jobs.pop(job_id, None)
             if rng.random() < 0.1 and (there := files(tmp_path)):
                 path = rng.choice(there)
-                path.write_bytes(path.read_bytes()[: rng.randrange(6000)])
+                with contextlib.suppress(FileNotFoundError):  # its tier has just given it up
+                    path.write_bytes(path.read_bytes()[: rng.randrange(6000)])
         clock.sleep(2.0)
         settle(replica)
         for job_id, (prompt, sampling) in jobs.items():
