@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from kvrelay.client import wire
 from kvrelay.client.values import Message, Slo
 from kvrelay.errors import InvalidArgument
+from kvrelay.rpc.convert import sampling_to_pb
 from kvrelay.types import Sampling, pack_ids
 from kvrelay.v1 import router_pb2
 
@@ -66,7 +67,7 @@ def _request(options: Mapping[str, Any]) -> router_pb2.GenerateRequest:
         raise TypeError(f"unknown option {', '.join(unknown)}")
     fields = {name: options[name] for name in REQUEST_FIELDS & set(options)}
     slo: Slo | None = fields.pop("slo", None)
-    request = router_pb2.GenerateRequest(sampling=wire.sampling_to_pb(_sampling(options)), **fields)
+    request = router_pb2.GenerateRequest(sampling=sampling_to_pb(_sampling(options)), **fields)
     if slo is not None:
         request.slo.CopyFrom(wire.slo_to_pb(slo))
     return request

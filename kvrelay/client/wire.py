@@ -1,13 +1,12 @@
 """From the messages of the router's protocol to values, and back where both ways are needed. Pure.
 
-`kvrelay.rpc.convert` is the servers' counterpart; it knows the engine's values, which a client must not need.
+What a newer router may send is taken as far as it is understood: a client has nobody to complain to.
 """
-
-import dataclasses
 
 from kvrelay.client.values import Decision, Delta, Finish, FleetStatus, ModelInfo, Part, ReplicaStatus, Slo, Tokenized
 from kvrelay.errors import InternalError
-from kvrelay.types import FinishReason, Peer, Role, Sampling, TokenLogprobs, Usage, pack_ids, split_keys, unpack_ids
+from kvrelay.rpc.convert import logprobs_from_pb, usage_from_pb
+from kvrelay.types import FinishReason, Peer, Role, split_keys, unpack_ids
 from kvrelay.v1 import common_pb2, router_pb2
 
 FINISH_REASONS = {
@@ -20,23 +19,6 @@ ROLES = {
     common_pb2.ROLE_DECODE: Role.DECODE,
     common_pb2.ROLE_BOTH: Role.BOTH,
 }
-
-
-def sampling_to_pb(sampling: Sampling) -> common_pb2.Sampling:
-    """Return the message; fields that are None stay absent."""
-    return common_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_ids=pack_ids(list(sampling.stop_ids)),
-        stop_strings=sampling.stop_strings,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-    )
 
 
 def slo_to_pb(slo: Slo) -> common_pb2.Slo:
@@ -111,7 +93,7 @@ def _delta(message: router_pb2.Delta) -> Delta:
         choice=message.choice,
         position=message.tokens.position,
         ids=tuple(unpack_ids(message.tokens.ids)),
-        logprobs=tuple(_logprobs(entry) for entry in message.tokens.logprobs),
+        logprobs=tuple(logprobs_from_pb(entry) for entry in message.tokens.logprobs),
     )
 
 
@@ -121,7 +103,7 @@ def _finish(message: router_pb2.Finish) -> Finish:
         raise InternalError(f"the router ended the answer with unknown finish reason {message.reason}")
     return Finish(
         reason=reason,
-        usage=_usage(message.usage),
+        usage=usage_from_pb(message.usage),
         choice=message.choice,
         stop_string=message.stop_string,
         attempts=message.attempts,
@@ -134,14 +116,6 @@ def _finish(message: router_pb2.Finish) -> Finish:
 
 def _peer(message: common_pb2.Peer) -> Peer:
     return Peer(message.replica_id, message.incarnation, message.address)
-
-
-def _logprobs(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple(unpack_ids(message.top_ids)), tuple(message.top_logprobs))
-
-
-def _usage(message: common_pb2.Usage) -> Usage:
-    return Usage(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Usage)})
 
 
 def _replica(message: router_pb2.ReplicaStatus) -> ReplicaStatus:
