@@ -9,10 +9,11 @@ from typing import Final
 import grpc.aio
 
 from kvrelay.config import BLOCK_TOKENS
+from kvrelay.decode_events import Finished
 from kvrelay.engine.protocol import Prompt
 from kvrelay.kv.keys import block_keys, root_key
 from kvrelay.rpc.convert import TokenSpan
-from kvrelay.rpc.decode_client import DecodeClient, DecodeOrder, Finished
+from kvrelay.rpc.decode_client import DecodeClient, DecodeOrder
 from kvrelay.types import Peer, Sampling, Usage, pack_ids
 
 PROMPT_TOKENS: Final = 4096

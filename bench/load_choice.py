@@ -20,6 +20,7 @@ import decode_svc.worker
 from bench.report import Report, main
 from bench.slow_transfer import Slowness, SlowTransfer
 from kvrelay.config import BLOCK_TOKENS, ReplicaConfig
+from kvrelay.decode_events import Finished
 from kvrelay.engine import loop
 from kvrelay.engine.protocol import Prompt
 from kvrelay.kv.keys import block_keys, root_key
@@ -27,7 +28,7 @@ from kvrelay.kv.load_times import LoadTimes, Source
 from kvrelay.kv.transfer import Transfer
 from kvrelay.replica.process import ReplicaProcess
 from kvrelay.rpc.convert import TokenSpan
-from kvrelay.rpc.decode_client import DecodeClient, DecodeOrder, Finished
+from kvrelay.rpc.decode_client import DecodeClient, DecodeOrder
 from kvrelay.types import Holder, Sampling, Usage, pack_ids
 
 TOKEN_BYTES: Final = 4096

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator
 from decode_svc.leg import Reading
 from decode_svc.remote import read_remotely
 from decode_svc.trace import Trace
-from decode_svc.values import Accepted, Finished, Order, Reply, Wrote
+from decode_svc.values import Order, Reply, Wrote
+from kvrelay.decode_events import Accepted, Finished
 from kvrelay.engine.protocol import Ended, Event, Generate, Held, Tokens
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.replica.bridge import EngineBridge

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from decode_svc.reasons import TIMEOUT, LegFailedError, reason_of
 from decode_svc.trace import Trace
-from decode_svc.values import Finished, LegMoved, LegState, Order, Reply, Target, Wrote
+from decode_svc.values import Order, Reply, Target, Wrote
 from kvrelay.config import LEASE_EXTENSION_INTERVAL_S
+from kvrelay.decode_events import Finished, LegMoved, LegState
 from kvrelay.engine.protocol import (
     AttachLease,
     Ended,

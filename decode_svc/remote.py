@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator
 
 from decode_svc.leg import Leg, Reading
 from decode_svc.reasons import PREFIX_LOST, UNREACHABLE, LegFailedError
-from decode_svc.values import LegMoved, LegState, Reply
+from decode_svc.values import Reply
+from kvrelay.decode_events import LegMoved, LegState
 from kvrelay.engine.protocol import ReadLocally
 from kvrelay.errors import Unavailable
 

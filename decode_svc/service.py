@@ -10,8 +10,9 @@ import grpc
 
 from decode_svc.attempt import Attempt
 from decode_svc.trace import Trace
-from decode_svc.values import Accepted, Finished, LegMoved, LegState, Order, Reply, Target, Wrote
+from decode_svc.values import Order, Reply, Target, Wrote
 from kvrelay.config import REQUEST_DEADLINE_S
+from kvrelay.decode_events import Accepted, Finished, LegMoved, LegState
 from kvrelay.engine.protocol import Prompt
 from kvrelay.replica.process import ReplicaProcess
 from kvrelay.replica.service import check_incarnation

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from decode_svc.values import Finished
+from kvrelay.decode_events import Finished
 from kvrelay.engine.protocol import PullStats
 from kvrelay.telemetry import Telemetry
 from kvrelay.types import Peer, Usage

@@ -1,11 +1,11 @@
 """What an attempt takes and what it tells. No I/O."""
 
-import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvrelay.decode_events import Accepted, Finished, LegMoved
 from kvrelay.engine.protocol import Prompt
-from kvrelay.types import FinishReason, Holder, Peer, Sampling, TokenLogprobs, Usage
+from kvrelay.types import Holder, Peer, Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +31,6 @@ class Order:
     never_local: bool
 
 
-class LegState(enum.StrEnum):
-    """What happened to the prefill leg; meanings as `PrefillLeg.State` in decode.proto."""
-
-    STARTED = "started"
-    READY = "ready"
-    FAILED = "failed"
-    LOCAL = "local"
-    PULLED = "pulled"
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The request is in; `held_tokens` of its prompt are held here."""
-
-    held_tokens: int
-
-
 @dataclass(frozen=True, slots=True)
 class Wrote:
     """New tokens; `position` is the absolute position of the first."""
@@ -55,24 +38,6 @@ class Wrote:
     position: int
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LegMoved:
-    """The prefill leg changed; `reason` is one word, for FAILED and LOCAL."""
-
-    state: LegState
-    peer: Peer | None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The answer ended; the last reply."""
-
-    reason: FinishReason
-    usage: Usage
-    stop_id: int | None = None
 
 
 Reply: TypeAlias = Accepted | Wrote | LegMoved | Finished

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from kvrelay.client.values import Decision, Delta, Finish, Part
+from kvrelay.decode_events import Accepted, Finished, LegMoved, LegState
 from kvrelay.directory import Leg
 from kvrelay.errors import Cancelled, KvrelayError, PeerLost, ResourceExhausted, StaleIncarnation, Unavailable
 from kvrelay.logs import Logger
 from kvrelay.rpc.convert import TokenSpan
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.decode_client import Accepted, DecodeOrder, DecodeStream, Finished, LegMoved, LegState
+from kvrelay.rpc.decode_client import DecodeOrder, DecodeStream
 from kvrelay.types import FinishReason, Peer
 from router.answer import Answer
 from router.booking import BookingKey

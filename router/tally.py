@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from kvrelay.rpc.decode_client import Accepted, Finished, LegMoved, LegState
+from kvrelay.decode_events import Accepted, Finished, LegMoved, LegState
 from kvrelay.types import Peer, Usage
 
 

@@ -1,7 +1,6 @@
 """How a router speaks with a decode replica, in kvrelay's own values."""
 
 import asyncio
-import enum
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final, Self, TypeAlias
@@ -9,13 +8,14 @@ from typing import Final, Self, TypeAlias
 import grpc
 import grpc.aio
 
+from kvrelay.decode_events import Accepted, Finished, LegMoved, LegState
 from kvrelay.engine.protocol import Prompt
 from kvrelay.errors import InvalidArgument, KvrelayError, PeerLost
 from kvrelay.rpc import convert
 from kvrelay.rpc.convert import TokenSpan
 from kvrelay.rpc.errors import from_rpc_error
 from kvrelay.rpc.lease_convert import holder_to_pb
-from kvrelay.types import FinishReason, Holder, Peer, Sampling, Usage
+from kvrelay.types import Holder, Peer, Sampling
 from kvrelay.v1 import common_pb2, decode_pb2
 from kvrelay.v1.decode_pb2_grpc import DecodeStub
 
@@ -41,41 +41,6 @@ class DecodeOrder:
     never_local: bool = False
     ttft_slo_ms: float | None = None
     tpot_slo_ms: float | None = None
-
-
-class LegState(enum.StrEnum):
-    """What happened to the prefill leg; meanings as `PrefillLeg.State` in decode.proto."""
-
-    STARTED = "started"
-    READY = "ready"
-    FAILED = "failed"
-    LOCAL = "local"
-    PULLED = "pulled"
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The request is in; `held_tokens` of its prompt are held at the decode replica."""
-
-    held_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class LegMoved:
-    """The prefill leg changed; `reason` is one word, for FAILED and LOCAL."""
-
-    state: LegState
-    peer: Peer | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The answer ended; the last event."""
-
-    reason: FinishReason
-    usage: Usage
-    stop_id: int | None = None
 
 
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[decode_pb2.DecodeGenerateRequest, decode_pb2.DecodeGenerateResponse]"

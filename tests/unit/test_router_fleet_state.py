@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.decode_events import Accepted, Finished, LegMoved, LegState
 from kvrelay.directory import BlockBatch, BlocksSeen, CaughtUp, ReplicaBeat, ReplicaGone, ReplicaSeen, Reset, Watched
 from kvrelay.errors import InvalidArgument, ResourceExhausted
 from kvrelay.kv.keys import make_identity, xor_keys
 from kvrelay.logs import get_logger
-from kvrelay.rpc.decode_client import Accepted, Finished, LegMoved, LegState
 from kvrelay.types import FinishReason, KvLayout, ModelIdentity, Peer, Replica, ReplicaState, Role, Usage
 from router.fleet import SUSPECT_S, Fleet, Prefixes
 from router.gate import Gate
